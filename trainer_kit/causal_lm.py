@@ -1,0 +1,75 @@
+"""`CausalLMTask`: next-token prediction, weighted by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.metrics import Metric, Perplexity
+from trainer_kit.task import ForwardInputs, Task
+
+IGNORE_INDEX = -100
+
+
+@dataclass(slots=True)
+class TokenTargets:
+    """Targets (B, T), the number of those that count, and the loss once it is known."""
+
+    targets: torch.Tensor
+    num_tokens: int | torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+class CausalLMTask(Task):
+    """Mean cross-entropy over all tokens of the step, whatever the lengths of its microbatches.
+
+    A batch is a tensor of tokens (B, T), or a mapping with `input_ids` and optionally `labels` (B, T), in the layout that
+    transformers uses: not shifted, -100 where nothing is predicted; its other entries go to the model as they are. The model
+    returns logits (B, T, V), or an object that has them as `.logits`.
+    """
+
+    def build_forward_inputs(self, batch: Any) -> ForwardInputs:
+        if isinstance(batch, torch.Tensor):
+            tokens, labels, inputs = batch, batch, batch
+        elif isinstance(batch, Mapping) and "input_ids" in batch:
+            tokens = batch["input_ids"]
+            labels = batch.get("labels", tokens)
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+        else:
+            found = f"a mapping with {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise ConfigurationError(f"CausalLMTask takes a tensor of tokens or a mapping with 'input_ids', but the batch is {found}")
+        if tokens.ndim != 2 or labels.shape != tokens.shape:
+            raise ConfigurationError(
+                f"CausalLMTask takes tokens of shape (batch, length) and labels of the same shape, found {tuple(tokens.shape)} and {tuple(labels.shape)}"
+            )
+        # Shifted here rather than in the loss, so that each position keeps its target when a sequence is cut into parts.
+        targets = torch.full_like(labels, IGNORE_INDEX)
+        targets[:, :-1] = labels[:, 1:]
+        if labels is tokens:
+            num_tokens: int | torch.Tensor = tokens.shape[0] * (tokens.shape[1] - 1)
+        else:  # counted where the labels are, so that nothing waits for the device
+            num_tokens = (targets != IGNORE_INDEX).sum()
+        return ForwardInputs(inputs=inputs, state=TokenTargets(targets, num_tokens), weight=num_tokens)
+
+    def compute_loss(self, pipeline_results: Any, state: TokenTargets) -> torch.Tensor:
+        logits = pipeline_results if isinstance(pipeline_results, torch.Tensor) else pipeline_results.logits
+        # A sum over a clamped count stays finite, with zero gradients, when no label counts.
+        total = F.cross_entropy(logits.flatten(0, 1).float(), state.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        count = state.num_tokens.clamp(min=1) if isinstance(state.num_tokens, torch.Tensor) else max(state.num_tokens, 1)
+        loss = total / count
+        state.loss = loss.detach()
+        return loss
+
+    def metrics(self) -> dict[str, Metric]:
+        return {"perplexity": Perplexity()}
+
+    def update_metrics(self, metrics: dict[str, Metric], pipeline_results: Any, state: TokenTargets) -> None:
+        metrics["perplexity"].update(state.loss, state.num_tokens)
+
+    def process_outputs(self, pipeline_results: Any, state: Any) -> Any:
+        return pipeline_results if isinstance(pipeline_results, torch.Tensor) else pipeline_results.logits

@@ -1,0 +1,185 @@
+"""`DataStream`: the packs of a run one after the other, through all epochs, on the device, with an exact position.
+
+Not here: what a pack holds, which the provider decides. No thread: `next` first tops up the queue, then hands out its head, so up to
+`prefetch_packs` packs are being copied to an accelerator while the step runs. The one thing to know before editing: there are two
+places, where fetching goes on (`_tail`) and where the last pack that was handed out ends (`_head`); only the second is ever saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer_kit.data.overfit import RepeatedPacks
+from trainer_kit.data.pack import Pack, as_pack
+from trainer_kit.data.place import Place
+from trainer_kit.data.provider import DataProvider
+from trainer_kit.data.randomness import fork_random
+from trainer_kit.data.transfer import Copy, DeviceTransfer
+from trainer_kit.exceptions import ConfigurationError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """A pack on its way, with the place behind it; or the error that came instead, raised when the pack is due."""
+
+    pack: Pack | None = None
+    place: Place | None = None
+    copy: Copy | None = None
+    error: Exception | None = None
+
+
+class DataStream:
+    """Hands out packs. With `prefetch_packs=0` data made in this process draws random numbers from the run's own streams; otherwise
+    each pack is fetched with streams keyed by (seed, epoch, number of the pack), so that fetching ahead changes no random number.
+
+    The provider must have been set up. After an error, `next` tries the same pack again.
+    """
+
+    def __init__(
+        self,
+        provider: DataProvider,
+        device: torch.device,
+        *,
+        seed: int,
+        prefetch_packs: int,
+        overfit_packs: int = 0,
+        max_epochs: int | None = None,
+    ) -> None:
+        self.epoch = 0
+        self._provider = RepeatedPacks(provider, overfit_packs, seed) if overfit_packs else provider
+        self._name = type(provider).__name__
+        self._seed = seed
+        self._depth = prefetch_packs
+        self._max_epochs = max_epochs
+        pins = provider.pin_memory is not False
+        self._transfer = DeviceTransfer(device, pin_memory=pins, ahead=prefetch_packs > 0) if device.type != "cpu" else None
+        self._head = self._tail = Place()
+        self._queue: deque[_Fetched] = deque()
+        self._packs: Iterator[Any] | None = None  # of the running epoch, at `_tail`
+        self._said_end = False
+
+    def next(self) -> Pack | None:
+        """The next pack, on the device; None when there is no more. An error met while fetching ahead is raised when its pack is due."""
+        queue = self._queue
+        while len(queue) <= self._depth and not (queue and queue[-1].error):
+            fetched = self._fetch()
+            if fetched is None:
+                break
+            queue.append(fetched)
+        if not queue:
+            return None
+        due = queue.popleft()
+        if due.error is not None:
+            raise due.error
+        assert due.pack is not None and due.place is not None
+        if due.copy is not None and self._transfer is not None:
+            due.pack.microbatches = self._transfer.finish(due.copy)
+        self._head = due.place
+        self.epoch = due.pack.epoch
+        return due.pack
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place behind the pack handed out last, as plain values, whatever has been fetched ahead."""
+        return self._head.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved place. Nothing is read before the next pack is asked for."""
+        self._stop_fetching()
+        self._queue.clear()
+        self._head = self._tail = Place.from_state(state)
+        self.epoch = self._head.last_epoch
+
+    def close(self) -> None:
+        """End workers and iterators. Packs fetched already are kept, and `next` goes on where it was."""
+        self._stop_fetching()
+        self._provider.close()
+
+    def _stop_fetching(self) -> None:
+        if self._packs is not None and hasattr(self._packs, "close"):
+            self._packs.close()
+        self._packs = None
+
+    def _fetch(self) -> _Fetched | None:
+        """The pack at `_tail`, which moves behind it; None at the end of the data."""
+        try:
+            pack = self._read()
+            if pack is None:
+                return None
+            copy = self._transfer.start(pack.microbatches) if self._transfer is not None else None
+        except Exception as error:
+            self._stop_fetching()
+            return _Fetched(error=error)
+        except BaseException:  # Ctrl-C: not the data's fault, and due now
+            self._stop_fetching()
+            raise
+        self._tail = self._tail.after(pack)
+        return _Fetched(pack, self._tail, copy)
+
+    def _read(self) -> Pack | None:
+        """The next pack of this epoch, or of the one after it."""
+        if self._packs is None:
+            self._tail = self._tail.normal()
+        while not self._is_at_end():
+            if self._packs is None:
+                self._packs = self._open()
+            with self._streams(self._tail.num_packs):
+                found = next(self._packs, None)
+            if found is not None:
+                return self._in_epoch(as_pack(found, self._tail.epoch, self._name))
+            self._stop_fetching()
+            self._turn()
+        return None
+
+    def _in_epoch(self, pack: Pack) -> Pack | None:
+        """The pack under the epoch of this stream; a provider may go on to the next epoch by itself, but not back."""
+        if pack.epoch <= self._tail.epoch:
+            pack.epoch = self._tail.epoch
+            return pack
+        self._tail = Place(pack.epoch)
+        return None if self._is_at_end() else pack
+
+    def _turn(self) -> None:
+        if self._tail.num_packs == 0:
+            raise ConfigurationError(
+                f"{self._name} gave no pack in epoch {self._tail.epoch}; expected at least one. "
+                "The usual cause is empty data, or an iterable that can be gone through only once"
+            )
+        self._tail = self._tail.next_epoch()
+
+    def _is_at_end(self) -> bool:
+        epoch = self._tail.epoch
+        if self._max_epochs is not None and epoch >= self._max_epochs:
+            return True
+        ended = self._provider.num_epochs is not None and epoch >= self._provider.num_epochs
+        if ended and not self._said_end:
+            self._said_end = True
+            _log.warning(
+                "%s can be gone through %d time(s) and has no more packs: training ends here. Pass an iterable that can be iterated "
+                "again, such as a list or a DataLoader, for more epochs",
+                self._name, self._provider.num_epochs,
+            )  # fmt: skip
+        return ended
+
+    def _open(self) -> Iterator[Any]:
+        """The rest of the epoch at `_tail`, skipping packs of a provider that keeps no position."""
+        packs = iter(self._provider.packs(self._tail.position_to_open()))
+        if self._tail.is_counted and self._tail.num_packs:
+            _log.warning("%s gives no positions: resuming by reading and dropping %d packs", self._name, self._tail.num_packs)
+            for index in range(self._tail.num_packs):
+                with fork_random(self._seed, "pack", self._tail.epoch, index):
+                    next(packs, None)
+        return packs
+
+    def _streams(self, index: int) -> contextlib.AbstractContextManager[None]:
+        if self._depth and self._provider.draws_random:
+            return fork_random(self._seed, "pack", self._tail.epoch, index)
+        return contextlib.nullcontext()

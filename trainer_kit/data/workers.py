@@ -1,0 +1,91 @@
+"""Worker processes that read whole microbatches, on torch's DataLoader.
+
+The one thing to know before editing: a worker gets (random seed, indices) and seeds itself before each microbatch, so that random
+augmentation is a function of the position in the run, whatever the number of workers and wherever a run was resumed.
+Workers start with the platform's default method; what is spawned instead of forked needs a dataset and collate_fn that can be pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from trainer_kit.data.microbatches import Indices, MicrobatchReader
+from trainer_kit.data.randomness import seed_host
+
+Key = tuple[int, Indices]
+
+
+def shut_down_loader(loader: DataLoader[Any], iterator: Iterator[Any]) -> None:
+    """End the workers of a DataLoader's iterator and wait for them; the loader starts new ones when it is iterated again.
+
+    torch does this when the iterator is collected, which the traceback of a caught error can put off for long.
+    """
+    if loader.num_workers:
+        iterator._shutdown_workers()  # type: ignore[attr-defined]
+        if loader._iterator is iterator:
+            loader._iterator = None
+
+
+class _KeyedReader(Dataset[Any]):
+    """What a worker holds: looks up a microbatch by its key."""
+
+    def __init__(self, reader: MicrobatchReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, key: Key) -> Any:
+        seed, indices = key
+        seed_host(seed)
+        return self._reader.read(indices)
+
+
+class _Keys(Sampler[Key]):
+    """The keys of the coming epoch; changed between epochs, because persistent workers keep their loader."""
+
+    def __init__(self) -> None:
+        self.coming: Iterable[Key] = ()
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.coming)
+
+
+def _unchanged(microbatch: Any) -> Any:
+    return microbatch
+
+
+class WorkerPool:
+    """Worker processes, started at the first fetch, and again after a failure or `close`."""
+
+    def __init__(self, reader: MicrobatchReader, *, num_workers: int, prefetch_factor: int, persistent: bool, pin_memory: bool) -> None:
+        self._keys = _Keys()
+        self._loader = DataLoader(
+            _KeyedReader(reader),
+            sampler=self._keys,
+            batch_size=None,
+            collate_fn=_unchanged,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent,
+            pin_memory=pin_memory,
+            generator=torch.Generator(),  # the loader draws a seed for its workers, which must not come from the run's streams
+        )
+        self._iterator: Iterator[Any] | None = None
+
+    def fetch(self, keys: Iterable[Key]) -> Iterator[Any]:
+        """The microbatches of the keys, in order. An error of a worker is raised here, with the worker's traceback as text."""
+        self._keys.coming = keys
+        self._iterator = iter(self._loader)
+        try:
+            yield from self._iterator
+        except Exception:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the workers and wait for them."""
+        if self._iterator is not None:
+            shut_down_loader(self._loader, self._iterator)
+            self._iterator = None

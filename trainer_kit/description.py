@@ -1,0 +1,103 @@
+"""What `trainer.describe()` shows: sections of names and values, as text and as HTML for notebooks."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainer_kit.mesh.context import DistributedContext
+
+if TYPE_CHECKING:
+    from trainer_kit.trainer import Trainer
+
+Rows = Sequence[tuple[str, str]]
+
+
+def say(text: str, context: DistributedContext) -> None:
+    """Tell the user one line, once per run rather than once per rank."""
+    if context.is_main:
+        print(f"trainer_kit: {text}", flush=True)  # noqa: T201
+
+
+@dataclass(frozen=True)
+class Description:
+    """Sections of a run. `str()` is a plain text, `short()` a few lines, and notebooks show tables."""
+
+    sections: Mapping[str, Rows]
+
+    def __str__(self) -> str:
+        lines = []
+        for title, rows in self.sections.items():
+            width = max((len(name) for name, _ in rows), default=0)
+            lines += [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def short(self) -> str:
+        """The main facts, in a few lines."""
+        return "\n".join(f"{title}: " + ", ".join(f"{name} {value}" for name, value in self.sections[title]) for title in ("model", "batch", "run"))
+
+    def _repr_html_(self) -> str:
+        parts = []
+        for title, rows in self.sections.items():
+            body = "".join(
+                f"<tr><td style='text-align:left'>{html.escape(name)}</td><td style='text-align:left'>{html.escape(value)}</td></tr>" for name, value in rows
+            )
+            parts.append(f"<details open><summary><b>{html.escape(title)}</b></summary><table>{body}</table></details>")
+        return "<div>" + "".join(parts) + "</div>"
+
+
+def describe(trainer: Trainer) -> Description:
+    """The description of a trainer; builds it if that is still to be done."""
+    trainer.build()
+    return Description({"model": _model(trainer), "batch": _batch(trainer), "run": _run(trainer), "mesh": _mesh(trainer), "events": _events(trainer)})
+
+
+def _model(trainer: Trainer) -> Rows:
+    total, trainable = trainer.parameters.counts()
+    rows = [("class", type(trainer.model).__name__), ("parameters", f"{total:,}")]
+    if trainable != total:
+        rows.append(("trainable", f"{trainable:,}"))
+    if trainer.parameters.aliases:
+        rows.append(("tied", ", ".join(f"{alias} = {name}" for alias, name in trainer.parameters.aliases.items())))
+    return [*rows, ("precision", trainer.config.precision)]
+
+
+def _batch(trainer: Trainer) -> Rows:
+    return [(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value)) for name, value in trainer.data.describe().items() if value is not None]
+
+
+def _run(trainer: Trainer) -> Rows:
+    steps = "until the data or the time ends" if trainer.total_steps is None else f"{trainer.total_steps:,}"
+    rows = [("name", trainer.config.run_name), ("steps", steps), ("finished", f"{trainer.step:,}"), ("task", type(trainer.task).__name__)]
+    if trainer.parameters.trainable():
+        rows.append(("optimizer", trainer.optimizer_name))
+        rows.append(("LR schedule", "none" if trainer.lr_scheduler is None else type(trainer.lr_scheduler).__name__))
+    if trainer.config.nonfinite == "skip":
+        waits = "; waits for the device once per step" if trainer.context.device.type != "cpu" else ""
+        rows.append(("non-finite gradients", f"skip the step{waits}"))
+    return rows
+
+
+def _mesh(trainer: Trainer) -> Rows:
+    return [("ranks", trainer.context.describe())]
+
+
+def _events(trainer: Trainer) -> Rows:
+    rows = [(callback.state_key, callback.describe()) for callback in trainer.callbacks]
+    return rows + [(method, ", ".join(names)) for method, names in trainer.listeners().items()]
+
+
+def plain_settings(trainer: Trainer) -> dict[str, Any]:
+    """The settings, the mesh and the `hparams()` of the parts as plain values, for loggers and checkpoints."""
+    settings = {
+        "trainer": trainer.config.model_dump(mode="json") | {"total_steps": trainer.total_steps},
+        "strategy": trainer.strategy.model_dump(mode="json"),
+        "device": trainer.context.device.type,
+        **trainer.hparams(),
+    }
+    return json.loads(json.dumps(settings, default=str))

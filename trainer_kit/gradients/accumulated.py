@@ -1,0 +1,115 @@
+"""`Gradients`: the accumulated gradients of one step.
+
+Backward starts from loss times weight and everything is summed; `finish` divides once by the weight of the pack. The norm is
+computed once per step for all who ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trainer_kit.exceptions import ModelError
+from trainer_kit.parameters import ParameterRow
+from trainer_kit.torch_private import flag_non_finite
+
+
+class Gradients:
+    """The gradients of the trainable parameters.
+
+    grad_dtype: dtype in which autograd accumulates; None: the parameter's.
+    update_dtype: whether the optimizer needs gradients in the parameter's dtype.
+    """
+
+    def __init__(self, rows: Sequence[ParameterRow], *, grad_dtype: torch.dtype | None = None, cast_for_update: bool = False) -> None:
+        self._rows = list(rows)
+        self._parameters = [row.parameter for row in rows]
+        self._grad_dtype = grad_dtype
+        self._cast = [p for p in self._parameters if grad_dtype is not None and p.dtype != grad_dtype] if cast_for_update else []
+        self._groups: list[list[torch.Tensor]] = []
+        self._norms: dict[float, torch.Tensor] = {}
+        self._checked = False
+        self._set_grad_dtype(self._parameters)
+
+    def _set_grad_dtype(self, parameters: Sequence[Any]) -> None:
+        if self._grad_dtype is not None:
+            for parameter in parameters:
+                if parameter.dtype.itemsize < self._grad_dtype.itemsize:
+                    parameter.grad_dtype = self._grad_dtype
+
+    def finish(self, weight: float | torch.Tensor) -> None:
+        """Divide by the weight of the pack. A parameter that nothing used has a zero gradient, as on every mesh."""
+        self._norms = {}
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for parameter in self._parameters:
+            grad = parameter.grad
+            if grad is None:
+                grad = parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
+            groups.setdefault((grad.device, grad.dtype), []).append(grad)
+        self._groups = list(groups.values())
+        if not self._checked:
+            self._check_layout()
+        if isinstance(weight, torch.Tensor):
+            weight = torch.where(weight == 0, 1, weight)
+        elif weight in (0, 1):
+            return
+        for group in self._groups:
+            torch._foreach_div_(group, weight)  # type: ignore[arg-type]
+
+    def _check_layout(self) -> None:
+        for row in self._rows:
+            if row.parameter.grad is not None and row.parameter.grad.layout != torch.strided:
+                raise ModelError(f"the gradient of {row.name!r} is sparse; build its layer with sparse=False, a dense gradient is needed")
+        self._checked = True
+
+    def norm(self, p: float = 2.0) -> torch.Tensor:
+        """The p-norm over all gradients as a device tensor; the formula of `torch.nn.utils.get_total_norm`."""
+        if p not in self._norms:
+            each = self.norm_per_parameter(p)
+            self._norms[p] = torch.linalg.vector_norm(each, p)
+        return self._norms[p]
+
+    def norm_per_parameter(self, p: float = 2.0) -> torch.Tensor:
+        """The p-norm of each gradient, in groups of equal device and dtype: shape (number of trainable parameters,)."""
+        found: list[torch.Tensor] = []
+        device = self._groups[0][0].device
+        for group in self._groups:
+            wide = torch.promote_types(group[0].dtype, torch.float32)
+            found += [n.to(device, torch.float64 if wide == torch.float64 else torch.float32) for n in torch._foreach_norm(group, p, dtype=wide)]
+        return torch.stack([n.to(found[0].dtype) for n in found])
+
+    def scale(self, factor: torch.Tensor | float) -> None:
+        """Multiply all gradients, and the norms that are known already."""
+        for group in self._groups:
+            torch._foreach_mul_(group, factor.to(group[0].device) if isinstance(factor, torch.Tensor) else factor)  # type: ignore[arg-type]
+        self._norms = {p: norm * factor for p, norm in self._norms.items()}
+
+    def flag_non_finite(self, flag: torch.Tensor) -> None:
+        """Set `flag` to 1 if any gradient, or a norm that somebody asked for, is not finite."""
+        if self._norms:
+            norm = next(iter(self._norms.values()))
+            torch.logical_or(flag, ~torch.isfinite(norm), out=flag)
+            return
+        for group in self._groups:
+            flag_non_finite(group, flag)
+
+    def names_in_groups(self) -> list[str]:
+        """Names in the order of `norm_per_parameter`."""
+        names = {id(row.parameter.grad): row.name for row in self._rows}
+        return [names[id(grad)] for group in self._groups for grad in group]
+
+    def cast_for_update(self) -> None:
+        """Bring gradients that accumulated in a wider dtype to the parameter's, for optimizers that need it."""
+        for parameter in self._cast:
+            grad, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = parameter.dtype
+            parameter.grad = grad.to(parameter.dtype) if grad is not None else None
+
+    def zero(self) -> None:
+        """Drop the gradients; the next backward makes new ones."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._groups, self._norms = [], {}
+        self._set_grad_dtype(self._cast)

@@ -1,0 +1,154 @@
+"""The loops: training, evaluation, prediction. Only the order of the calls; every part was built and wired elsewhere.
+
+`TrainingLoop.fit` and `TrainingLoop.step` are the whole of training, in the order of time. There is no model code and no
+parallelism here: the runner knows how a pack runs, the gradients know how they are reduced. `events.py` shows the same order with
+the events at their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer_kit import events
+from trainer_kit.callback import Dispatcher
+from trainer_kit.data import DataStream, Pack
+from trainer_kit.gradients import Gradients, NonFiniteGuard
+from trainer_kit.mesh.context import DistributedContext
+from trainer_kit.metrics import Metric
+from trainer_kit.pipeline import PackResult, SequentialRunner
+from trainer_kit.pipeline.sequential import evaluate_microbatch
+from trainer_kit.records import Records
+from trainer_kit.run_state import Requests, RunState
+from trainer_kit.task import Task
+
+
+@dataclass
+class TrainingLoop:
+    """The parts of a step, and the order in which they work."""
+
+    run: RunState
+    stream: DataStream
+    runner: SequentialRunner
+    gradients: Gradients
+    guard: NonFiniteGuard
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+    records: Records
+    metrics: dict[str, Metric]
+    dispatcher: Dispatcher
+    requests: Requests
+
+    def fit(self) -> None:
+        """Steps until the planned end, a stop, or the end of the data."""
+        run, emit = self.run, self.dispatcher.emit
+        open_epoch: int | None = None
+        while not run.finished:
+            pack = self.stream.next()
+            if pack is None:
+                run.stop_reason = "the data ended"
+                break
+            if pack.epoch != open_epoch:
+                if open_epoch is not None:  # a stream of unknown length shows its end only by the next epoch's first pack
+                    self.end_epoch(open_epoch)
+                open_epoch = run.epoch = pack.epoch
+                emit(events.EpochStart, epoch=open_epoch)
+            run.phase = "step"
+            self.step(pack)
+            run.phase = "between steps"
+            self.records.deliver_due(run.step)
+            # A save must see what every callback did in this step, and an evaluation of this step comes before its save.
+            self.requests.carry_out()
+            if pack.is_last:
+                self.end_epoch(open_epoch)
+                open_epoch = None
+
+    def end_epoch(self, epoch: int) -> None:
+        """Tell that a pass over the data is complete, and do what was asked for then."""
+        self.dispatcher.emit(events.EpochEnd, epoch=epoch)
+        self.requests.carry_out()
+
+    def step(self, pack: Pack) -> None:
+        """One optimizer step on one pack."""
+        run, emit, gradients = self.run, self.dispatcher.emit, self.gradients
+        index = run.step
+        record = self.records.due(index + 1) or index + 1 == run.total_steps
+        emit(events.StepStart, step=index, microbatches=pack.microbatches)
+
+        emit(events.ForwardBackwardStart, step=index)
+        result = self.runner.run_pack(pack.microbatches, record=record, on_microbatch=self._microbatch_listener(index))
+        emit(events.ForwardBackwardEnd, step=index)
+
+        # The gradients are sums until here; nothing may read them before the one division.
+        gradients.finish(result.weight)
+        if record:
+            self.records.log("optim/grad_norm", gradients.norm())  # before the clipping changes it
+        emit(events.GradientsReady, step=index, grad_norm=gradients.norm, scale=gradients.scale)
+
+        # After the clipping, which may already have computed the norm that the check needs.
+        update = self.guard.permits(index, result.weight)
+        if record:
+            self._log_step(result)  # before the LR schedule moves on: the lr of this step
+        if update:
+            emit(events.BeforeOptimizerStep, step=index)
+            gradients.cast_for_update()
+            self.optimizer.step()
+            emit(events.OptimizerStep, step=index)
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        gradients.zero()
+
+        run.step = index + 1
+        emit(events.StepEnd, step=index, skipped=not update)
+        if record:
+            self.records.close_step(run.step)
+
+    def _microbatch_listener(self, step: int) -> Callable[[int, torch.Tensor | None], None] | None:
+        if not self.dispatcher.listens(events.MicrobatchEnd):
+            return None
+        return lambda index, loss: self.dispatcher.emit(events.MicrobatchEnd, step=step, microbatch=index, loss=loss)
+
+    def _log_step(self, result: PackResult) -> None:
+        log = self.records.log
+        for name, value in result.values("train").items():
+            log(name, value)
+        log("optim/lr", self.optimizer.param_groups[0]["lr"])
+        for name, metric in self.metrics.items():
+            log(f"train/{name}", metric.compute())
+            metric.reset()
+
+
+def evaluate(
+    stream: DataStream,
+    model: Callable[[Any, Any], Any],
+    task: Task,
+    context: DistributedContext,
+    *,
+    prefix: str,
+    limit: int | None,
+) -> dict[str, float]:
+    """The weighted mean losses and the metrics over one pass, as host numbers `<prefix>/<name>`."""
+    result, metrics = PackResult(), task.metrics()
+    for microbatch in _one_pass(stream, limit):
+        evaluate_microbatch(model, task, context, microbatch, metrics, result)
+    values = result.values(prefix) | {f"{prefix}/{name}": metric.compute() for name, metric in metrics.items()}
+    return {name: float(value) for name, value in values.items()}
+
+
+def predict(stream: DataStream, model: Callable[[Any, Any], Any], task: Task, context: DistributedContext, *, limit: int | None) -> Iterator[Any]:
+    """What `task.process_outputs` makes of each microbatch, in order."""
+    for microbatch in _one_pass(stream, limit):
+        given = task.build_forward_inputs(microbatch)
+        outputs = model(given.inputs, given.shared)
+        context.take_losses()
+        yield task.process_outputs(outputs, given.state)
+
+
+def _one_pass(stream: DataStream, limit: int | None) -> Iterator[Any]:
+    num_packs = 0
+    while (limit is None or num_packs < limit) and (pack := stream.next()) is not None:
+        num_packs += 1
+        yield from pack.microbatches

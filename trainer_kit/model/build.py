@@ -1,0 +1,165 @@
+"""`build_stage`: from a provider to a model on its device, with initial values.
+
+The order is fixed: construct, distribute, allocate, initialise, check. A module that has weights already is only moved. The build leaves
+the global random streams as they were; what a constructor draws itself is a function of the seed too.
+Not here: loading a model state, which comes after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainer_kit.exceptions import ModelError
+from trainer_kit.model.allocate import allocate, check_aliases, set_parameter_dtype
+from trainer_kit.model.constructor_log import ConstructorLog, check_repeated
+from trainer_kit.model.initialise import initialise
+from trainer_kit.model.names import alias_table, all_tensors
+from trainer_kit.model.operations import storage_key
+from trainer_kit.model.provider import ModelProvider, ModuleProvider, StageContext, StageInfo, as_model_provider
+from trainer_kit.model.torch_init import trunc_normal_replaced
+from trainer_kit.random_state import derive_seed, forked, seed_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trainer_kit.mesh.context import DistributedContext
+
+
+def build_stage(
+    provider: ModelProvider | nn.Module | Callable[..., nn.Module],
+    context: DistributedContext,
+    stage: StageInfo | None = None,
+    *,
+    seed: int,
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """The model of one stage on `context.device`. `dtype`: that of its floating parameters; buffers keep theirs.
+
+    A model whose parameters are all on a real device has weights, which are kept: a module given as it is, or a callable that
+    loads one. Any other comes from the meta device and gets initial values from its `reset_parameters` methods.
+    """
+    provider = as_model_provider(provider)
+    ctx = StageContext(context, stage or StageInfo())
+    if isinstance(provider, ModuleProvider):
+        ctx.module = provider.initialize_model_stage(ctx)
+        _place(ctx, provider, dtype)
+    else:
+        with forked(context.device):
+            seed_all(derive_seed(seed, "constructor"))
+            _build(ctx, provider, seed, dtype)
+    _check_places(ctx.built(), context.device)
+    return ctx.built()
+
+
+def _build(ctx: StageContext, provider: ModelProvider, seed: int, dtype: torch.dtype | None) -> None:
+    log = ConstructorLog()
+    module = ctx.module = _construct(ctx, provider, log)
+    if not _is_on_meta(module):
+        _place(ctx, provider, dtype)
+        return
+    _check_memory(module)
+    aliases = alias_table(module)
+    dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
+    # A tied weight is filled by its first owner, whoever filled it in the constructor.
+    constructed = {name: log.writes_to(p) for name, p in module.named_parameters() if name not in aliases.values()}
+    provider.parallelize_model_stage(ctx)
+    check_aliases(module, aliases)
+    ready = allocate(module, ctx.context.device, dtype)
+    records = initialise(module, seed, ctx.context.device, dtypes=dtypes, ready=ready)
+    check_repeated(constructed, records, type(module).__name__)
+    check_aliases(module, aliases)
+
+
+def _construct(ctx: StageContext, provider: ModelProvider, log: ConstructorLog) -> nn.Module:
+    try:
+        with trunc_normal_replaced(log.truncated_normal), torch.device("meta"), log:
+            module = provider.initialize_model_stage(ctx)
+    except Exception as error:
+        if "meta" in str(error):
+            error.add_note(
+                "trainer_kit builds the model of a callable on the meta device, where tensors have no values; compute numbers that "
+                "the constructor "
+                "reads (.item(), .tolist(), tests of tensors) with python's math or with device='cpu', or pass a built nn.Module"
+            )
+        raise
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"{type(provider).__name__}.initialize_model_stage returned {type(module).__name__}, expected an nn.Module")
+    _check_lazy(module)
+    return module
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    """Whether the model needs memory and values; an error if only a part of its parameters does."""
+    meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
+    if not meta and not real:
+        return any(buffer.is_meta for buffer in module.buffers())
+    if meta and real:
+        raise ModelError(
+            f"the callable's model has parameters with weights ({_few(real)}) and parameters on the meta device ({_few(meta)}); "
+            "expected all of one "
+            "kind. Build all of it in the callable without a device= argument and load the weights with source_model=, or pass a "
+            "built nn.Module"
+        )
+    return bool(meta)
+
+
+def _place(ctx: StageContext, provider: ModelProvider, dtype: torch.dtype | None) -> None:
+    """A model that has weights: move it, keep its values."""
+    module = ctx.built()
+    _check_lazy(module)
+    if empty := [name for name, tensor in all_tensors(module) if tensor.is_meta]:
+        raise ModelError(
+            f"{type(module).__name__} has tensors on the meta device, which have no values: {_few(empty)}; load or initialise them "
+            "before, or pass "
+            "a callable that builds the model, so that it is allocated and initialised here"
+        )
+    aliases = alias_table(module)
+    module.to(ctx.context.device)
+    set_parameter_dtype(module, dtype)
+    provider.parallelize_model_stage(ctx)
+    check_aliases(module, aliases)
+
+
+def _check_lazy(module: nn.Module) -> None:
+    if lazy := [name for name, tensor in all_tensors(module) if is_lazy(tensor)]:
+        raise ModelError(
+            f"{type(module).__name__} has parameters without a shape: {_few(lazy)}; lazy modules get theirs from the first forward. "
+            "Run one forward "
+            "with a sample input and pass that module, or give the sizes (nn.Linear in place of nn.LazyLinear)"
+        )
+
+
+def _check_memory(module: nn.Module) -> None:
+    """Parameters that share memory without being one object would be torn apart when they are allocated."""
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in all_tensors(module):
+        other, known = first.setdefault(storage_key(tensor), (name, tensor))
+        if known is not tensor:
+            raise ModelError(
+                f"{other!r} and {name!r} share memory but are two tensors; tie them by assigning the same nn.Parameter: "
+                "self.head.weight = self.embedding.weight"
+            )
+
+
+def _check_places(module: nn.Module, device: torch.device) -> None:
+    if astray := [f"{name} on {tensor.device}" for name, tensor in all_tensors(module) if tensor.device.type != device.type]:
+        raise ModelError(f"{type(module).__name__} was built on {device}, but some of its tensors are elsewhere: {_few(astray)}")
+    for name, owner in module.named_modules():
+        for attribute, value in vars(owner).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ModelError(
+                    f"{type(owner).__name__} {name!r} keeps the tensor {attribute!r} as a plain attribute, made on the meta device, "
+                    "so it has no values; "
+                    f"use self.register_buffer({attribute!r}, ..., persistent=False) and compute it in reset_parameters"
+                )
+
+
+def _few(names: Iterable[str], limit: int = 5) -> str:
+    listed = list(names)
+    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")

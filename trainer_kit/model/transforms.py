@@ -1,0 +1,61 @@
+"""Options of the model that keep its names: recomputing activations, and compiling, block by block."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer_kit.exceptions import ConfigurationError
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks of a model: the members of its outermost lists (ModuleList, ModuleDict, Sequential) whose class occurs at least twice."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            classes = Counter(type(child) for child in module.children())
+            blocks = [(f"{prefix}{name}", child) for name, child in module.named_children() if classes[type(child)] > 1 and any(True for _ in child.children())]
+            if blocks:
+                found.extend(blocks)
+                return
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.")
+
+    visit(model, "")
+    return found
+
+
+def checkpoint_activations(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
+    """Recompute the activations of blocks in the backward; returns their names. Values and gradients stay the same."""
+    if not wanted:
+        return []
+    if wanted is True:
+        chosen = repeated_blocks(model)
+        if not chosen:
+            raise ConfigurationError("activation_checkpointing=True found no repeated blocks in the model; give name patterns of the modules to recompute")
+    else:
+        chosen = [(name, module) for name, module in model.named_modules() if any(fnmatchcase(name, pattern) for pattern in wanted)]
+        missed = [pattern for pattern in wanted if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules())]
+        if missed:
+            raise ConfigurationError(f"activation_checkpointing={tuple(wanted)!r}: no module is named {missed[0]!r}; see model.named_modules() for the names")
+    for _, module in chosen:
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    return [name for name, _ in chosen]
+
+
+def compile_blocks(model: nn.Module, wanted: bool | Mapping[str, Any]) -> list[str]:
+    """Compile the repeated blocks in place, or the model itself if it has none; returns their names."""
+    if wanted is False:
+        return []
+    options = dict(wanted) if isinstance(wanted, Mapping) else {}
+    blocks = repeated_blocks(model) or [("", model)]
+    for _, module in blocks:
+        module.compile(**options)
+    return [name for name, _ in blocks]

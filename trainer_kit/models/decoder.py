@@ -1,0 +1,76 @@
+"""`Decoder`: a small decoder-only transformer, pre-norm, with rotary positions and SwiGLU. Not a copy of any published model's layout.
+
+    ids -> embedding -> [ x + attention(norm(x)), x + feed_forward(norm(x)) ] * layers -> norm -> head -> logits
+
+Shapes: B batch, T sequence, D hidden, V vocabulary.
+Before editing: names carry global layer numbers (`layers.7.` is the eighth layer on any stage); weights are saved under them.
+"""
+
+# ruff: noqa: N803, N806  (shape suffixes are upper case)
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainer_kit.exceptions import ModelError, UnsupportedError
+from trainer_kit.model.provider import StageInfo
+from trainer_kit.models.config import DecoderConfig
+from trainer_kit.models.layers import Attention, FeedForward, Projection, RotaryTable, TokenEmbedding
+
+
+class DecoderBlock(nn.Module):
+    """One layer: attention and feed-forward, each on the normalised residual stream and added back to it."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        # 2 * num_layers projections add up in the residual stream; so scaled, its variance does not grow with the depth (GPT-2).
+        residual_std = config.init_std / (2 * config.num_layers) ** 0.5
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = Attention(config, residual_std)
+        self.feed_forward_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.feed_forward = FeedForward(config, residual_std)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    def forward(self, x_BTD: torch.Tensor, rotary: RotaryTable) -> torch.Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotary))
+        return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
+
+
+class Decoder(nn.Module):
+    """The layers of one stage: the embedding on the first, the norm and the head on the last, all of it without pipeline stages.
+
+    Called as `model(input_ids)` with token ids (B, T), T at most `config.max_seq_len`; gives logits (B, T, V).
+    """
+
+    def __init__(self, config: DecoderConfig, stage: StageInfo | None = None) -> None:
+        super().__init__()
+        stage = stage or StageInfo()
+        if stage.num_stages > config.num_layers:
+            raise UnsupportedError(f"num_layers={config.num_layers} cannot be cut into {stage.num_stages} stages; each needs a layer")
+        if config.tie_embeddings and stage.num_stages > 1:
+            raise UnsupportedError("tie_embeddings=True needs embedding and head on one stage; set tie_embeddings=False")
+        self.config = config
+        first = config.num_layers * stage.index // stage.num_stages
+        last = config.num_layers * (stage.index + 1) // stage.num_stages
+        self.rotary = RotaryTable(config.head_size, config.max_seq_len, config.rope_theta)
+        if stage.is_first:
+            self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size, std=config.init_std)
+            self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+        self.layers = nn.ModuleDict({str(number): DecoderBlock(config) for number in range(first, last)})
+        if stage.is_last:
+            self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+            self.head = Projection(config.hidden_size, config.vocab_size, std=config.init_std)
+            if config.tie_embeddings:
+                self.head.weight = self.embedding.weight
+        self._stage = stage
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, T), or the hidden states (B, T, D) of the stage before, to logits (B, T, V), or hidden states."""
+        if input_ids.shape[1] > self.config.max_seq_len:
+            raise ModelError(
+                f"the sequence has {input_ids.shape[1]} tokens, expected at most DecoderConfig(max_seq_len={self.config.max_seq_len})"
+            )
+        x_BTD = self.dropout(self.embedding(input_ids)) if self._stage.is_first else input_ids
+        for layer in self.layers.values():
+            x_BTD = layer(x_BTD, self.rotary)
+        return self.head(self.norm(x_BTD)) if self._stage.is_last else x_BTD

@@ -1,0 +1,147 @@
+"""What is trained: how a microbatch becomes model inputs, and a model output becomes a loss.
+
+`Task` is for subclassing; `SupervisedTask` and `CausalLMTask` (in `causal_lm.py`) cover the common cases and declare their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer_kit.exceptions import ConfigurationError
+
+if TYPE_CHECKING:
+    from trainer_kit.mesh.context import DistributedContext
+    from trainer_kit.metrics import Metric
+
+Weight = float | int | torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """What one microbatch gives to the model and keeps for the loss.
+
+    inputs: what the model is called with (a mapping as keywords, a tuple as positional arguments, `Args` for both).
+    shared: data for every stage, such as position ids; for models of the stage form `forward(inputs, shared)`.
+    state: what the loss needs besides the output, such as the targets.
+    weight: how much the microbatch counts; a mapping declares one weight per loss term. A host number is best; a one-element
+        tensor works too, and is never waited for.
+    """
+
+    inputs: Any
+    shared: Any = None
+    state: Any = None
+    weight: Weight | Mapping[str, Weight] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A scalar loss that is a mean, and the weight of that mean: a number or a one-element tensor."""
+
+    loss: torch.Tensor
+    weight: Weight | None = None
+
+
+@dataclass(frozen=True)
+class Args:
+    """Positional and keyword arguments of a model in one: `ForwardInputs(inputs=Args(x, mask=m))`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        object.__setattr__(self, "args", args)
+        object.__setattr__(self, "kwargs", kwargs)
+
+
+class Task:
+    """Subclass it: `build_forward_inputs` and `compute_loss` are what training needs, the rest is optional."""
+
+    def build_forward_inputs(self, batch: Any) -> ForwardInputs:
+        """Turn one microbatch, on the device, into model inputs. Called for every microbatch of the pack before the first forward."""
+        raise NotImplementedError(f"{type(self).__name__} must define build_forward_inputs(batch) -> ForwardInputs")
+
+    def compute_loss(self, pipeline_results: Any, state: Any) -> torch.Tensor | Loss | Mapping[str, torch.Tensor | Loss]:
+        """The mean loss of one microbatch from the output of the last stage.
+
+        A bare tensor has the declared weight, or 1; `Loss(loss, weight)` brings its own. A mapping holds several terms, the first
+        being the main one; they share its weight unless `ForwardInputs.weight` declares one per term.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define compute_loss(pipeline_results, state)")
+
+    def metrics(self) -> dict[str, Metric]:
+        """Name -> metric; called once for training and once per evaluation."""
+        return {}
+
+    def update_metrics(self, metrics: dict[str, Metric], pipeline_results: Any, state: Any) -> None:
+        """Add one microbatch to the metrics. Runs without gradients."""
+
+    def process_outputs(self, pipeline_results: Any, state: Any) -> Any:
+        """What `predict` returns for one microbatch; a tensor or pytree whose first dim is the sample."""
+        return pipeline_results
+
+    def setup(self, context: DistributedContext) -> None:
+        """Called once by the build, before the model."""
+
+    def finalize(self) -> None:
+        """Called by `trainer.close()`."""
+
+    def hparams(self) -> dict[str, Any]:
+        """Plain values for the loggers."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a resume."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        if state:
+            raise ConfigurationError(f"{type(self).__name__} was saved with state {sorted(state)} but does not override load_state_dict")
+
+
+class SupervisedTask(Task):
+    """Inputs and targets: `loss_fn(outputs, targets)` must be a mean over the samples; a microbatch weighs its number of samples.
+
+    A batch is a pair `(inputs, targets)`, or a mapping that holds them under `inputs` and `targets` (names can be given).
+    `metrics` maps names to pairs of a metric factory and a function `(outputs, targets) -> arguments of update`.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        inputs: str | int = 0,
+        targets: str | int = 1,
+        metrics: Mapping[str, tuple[Callable[[], Metric], Callable[[Any, Any], Any]]] | None = None,
+    ) -> None:
+        if not callable(loss_fn):
+            raise ConfigurationError(f"loss_fn= is {loss_fn!r}, expected a callable such as torch.nn.functional.cross_entropy")
+        self.loss_fn = loss_fn
+        self._inputs, self._targets = inputs, targets
+        self._metrics = dict(metrics or {})
+
+    def build_forward_inputs(self, batch: Any) -> ForwardInputs:
+        try:
+            inputs, targets = batch[self._inputs], batch[self._targets]
+        except (KeyError, IndexError, TypeError) as error:
+            found = f"a mapping with {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise ConfigurationError(
+                f"SupervisedTask takes batch[{self._inputs!r}] and batch[{self._targets!r}], but the batch is {found}; "
+                "set inputs= and targets= of SupervisedTask to its names"
+            ) from error
+        return ForwardInputs(inputs=inputs, state=targets, weight=len(targets))
+
+    def compute_loss(self, pipeline_results: Any, state: Any) -> torch.Tensor:
+        return self.loss_fn(pipeline_results, state)
+
+    def metrics(self) -> dict[str, Metric]:
+        return {name: factory() for name, (factory, _) in self._metrics.items()}
+
+    def update_metrics(self, metrics: dict[str, Metric], pipeline_results: Any, state: Any) -> None:
+        for name, (_, arguments) in self._metrics.items():
+            given = arguments(pipeline_results, state)
+            metrics[name].update(*given) if isinstance(given, tuple) else metrics[name].update(given)

@@ -1,0 +1,127 @@
+"""Loading a stored model state into tensors that already exist, file by file.
+
+The whole load is planned and checked first (`plan.py`). Then each needed tensor is read once, in the order in which it lies on disk:
+straight into the target's memory where bytes and memory agree, otherwise through one staging tensor.
+
+Before editing: memory is the staging of one tensor plus the inputs of unfinished groups. Keep no other reference to a tensor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import IO, Any
+
+import torch
+
+from trainer_kit.exceptions import CheckpointError
+from trainer_kit.weights.mapper import StateGroup, StateMapper
+from trainer_kit.weights.plan import LoadPlan, LoadReport, apply_group, plan_load
+from trainer_kit.weights.reader import ModelStateReader
+
+
+def load_model_state(
+    path: str | os.PathLike[str],
+    mapper: StateMapper,
+    targets: Mapping[str, torch.Tensor],
+    *,
+    aliases: Mapping[str, str] | None = None,
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
+) -> LoadReport:
+    """Fill `targets`, in place, from the model state at `path` (a folder, a file, or an fsspec URL of one).
+
+    `aliases` maps further names of tied weights to their canonical one, which is the one in `targets`; the files may hold either name,
+    or both if they are equal. `allow_missing` and `allow_unexpected` are name patterns (`*`, `?`, `[...]`); what they let pass is
+    returned. Floating point is converted to the target's dtype, nothing else is.
+
+    Raises CheckpointError naming everything that does not fit, before any data is read.
+    """
+    reader = ModelStateReader(path)
+    plan = plan_load(reader.folder.url, reader.entries, mapper, targets, aliases or {}, allow_missing, allow_unexpected)
+    with torch.no_grad():
+        _Stream(reader, mapper, plan, targets).run()
+    return plan.report
+
+
+class _Stream:
+    """One pass over the files."""
+
+    def __init__(self, reader: ModelStateReader, mapper: StateMapper, plan: LoadPlan, targets: Mapping[str, torch.Tensor]) -> None:
+        self._reader = reader
+        self._mapper = mapper
+        self._plan = plan
+        self._targets = targets
+        self._filled: dict[str, str] = {}  # target name: the output that filled it
+        self._group_of: dict[str, StateGroup] = {name: group for group in plan.mapped for name in group.inputs}
+        self._waiting: dict[StateGroup, dict[str, torch.Tensor]] = {}
+
+    def run(self) -> None:
+        for group in self._plan.mapped:
+            if not group.inputs:
+                self._finish(group, {})
+        for file in self._reader.files:
+            needed = [
+                entry for name, entry in self._reader.entries.items()
+                if self._reader.file_of[name] == file and (name in self._plan.copied or name in self._group_of)
+            ]  # fmt: skip
+            if not needed:
+                continue
+            with self._reader.open(file) as handle:
+                for entry in sorted(needed, key=lambda entry: entry.start):
+                    self._take(handle, entry.name)
+
+    def _take(self, handle: IO[Any], name: str) -> None:
+        if name in self._plan.copied:
+            self._copy(handle, name)
+            return
+        group = self._group_of[name]
+        inputs = self._waiting.setdefault(group, {})
+        inputs[name] = self._read(handle, name)
+        if len(inputs) == len(group.inputs):
+            self._finish(group, self._waiting.pop(group))
+
+    def _copy(self, handle: IO[Any], name: str) -> None:
+        outputs = self._plan.copied[name]
+        first = self._plan.canonical[outputs[0]]
+        target = self._targets[first].detach()
+        if first not in self._filled and _takes_bytes(target, self._reader.entries[name].dtype):
+            self._reader.read(handle, name, target)
+            self._filled[first] = outputs[0]
+            tensor, outputs = target, outputs[1:]
+        else:
+            tensor = self._read(handle, name)
+        for output in outputs:
+            self._put(output, tensor)
+
+    def _read(self, handle: IO[Any], name: str) -> torch.Tensor:
+        entry = self._reader.entries[name]
+        staging = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        self._reader.read(handle, name, staging)
+        return staging
+
+    def _finish(self, group: StateGroup, inputs: dict[str, torch.Tensor]) -> None:
+        for output, tensor in apply_group(self._mapper, group, inputs).items():
+            self._put(output, tensor)
+
+    def _put(self, output: str, tensor: torch.Tensor) -> None:
+        name = self._plan.canonical[output]
+        target = self._targets[name].detach()
+        if name not in self._filled:
+            target.copy_(tensor)
+            self._filled[name] = output
+        elif not _same_bits(target, tensor.to(device=target.device, dtype=target.dtype)):
+            raise CheckpointError(
+                f"{self._reader.folder.url} holds different values for {self._filled[name]!r} and {output!r}, which are one tied weight of "
+                f"the model ({name!r}); untie the model, or remove one of the two from the files"
+            )
+
+
+def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    plain = not target.is_conj() and not target.is_neg() and type(target) is torch.Tensor
+    return plain and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal bit by bit: a NaN equals itself."""
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))

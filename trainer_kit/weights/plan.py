@@ -1,0 +1,171 @@
+"""What a load will do, decided from names, shapes and dtypes alone: which groups run, and everything that does not fit.
+
+No tensor data is read here. `loading.py` carries the plan out.
+
+Before editing: a target counts as covered if the group of its canonical name, or of one of its aliases, has all its inputs in the
+files. Groups whose inputs are there always run, also for a second name of a tied weight: that is how a contradiction is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from trainer_kit.exceptions import CheckpointError, ConfigurationError
+from trainer_kit.weights.format import TensorEntry
+from trainer_kit.weights.mapper import StateGroup, StateMapper, check_groups
+
+MAX_LISTED = 100
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load left alone because it was allowed to: targets without a stored tensor, and stored tensors without a use."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """`copied`: input to outputs, read straight; `mapped`: groups to apply; `canonical`: the target of each output."""
+
+    copied: Mapping[str, Sequence[str]]
+    mapped: Sequence[StateGroup]
+    canonical: Mapping[str, str]
+    report: LoadReport
+
+
+def plan_load(
+    label: str,
+    entries: Mapping[str, TensorEntry],
+    mapper: StateMapper,
+    targets: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    allow_missing: Iterable[str],
+    allow_unexpected: Iterable[str],
+) -> LoadPlan:
+    """Raises CheckpointError with every missing, unexpected, unknown and mis-shaped name, ConfigurationError for bad arguments."""
+    _check_targets(targets, aliases)
+    groups = list(mapper.groups())
+    second_names = _unlisted(groups, aliases)
+    groups += [StateGroup(frozenset((name,)), frozenset((name,))) for name in second_names]
+    check_groups(groups)
+    copies = {**mapper.copies(), **{name: name for name in second_names}}
+
+    canonical = {name: aliases.get(name, name) for group in groups for name in group.outputs}
+    ready = [group for group in groups if group.inputs <= entries.keys()]
+    covered = {canonical[name] for group in ready for name in group.outputs}
+    missing = [name for name in targets if name not in covered]
+    unexpected = sorted(entries.keys() - {name for group in groups for name in group.inputs})
+    copied: dict[str, list[str]] = {}
+    mapped = []
+    for group in ready:
+        if not all(copies.get(name) in group.inputs for name in group.outputs):
+            mapped.append(group)
+            continue
+        for name in sorted(group.outputs):
+            copied.setdefault(copies[name], []).append(name)
+
+    unfit = {
+        "missing (in the model, not in the files)": _explain(_not_allowed(missing, allow_missing), groups, canonical, entries),
+        "unexpected (in the files, used by nothing)": [repr(name) for name in _not_allowed(unexpected, allow_unexpected)],
+        "unknown to the model (the mapper makes them)": sorted(repr(n) for n, target in canonical.items() if target not in targets),
+        "of another shape or dtype": _misfits(copied, mapped, mapper, entries, targets, canonical),
+    }
+    if any(unfit.values()):
+        raise CheckpointError(_message(label, unfit))
+    return LoadPlan(copied, mapped, canonical, LoadReport(tuple(missing), tuple(unexpected)))
+
+
+def _check_targets(targets: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
+    for alias, name in aliases.items():
+        if alias in targets or name not in targets:
+            raise ConfigurationError(f"aliases maps {alias!r} to {name!r}; a target was expected as value, and no target as key")
+    if lost := [name for name, target in targets.items() if target.device.type == "meta"]:
+        raise ConfigurationError(f"targets without memory (on the meta device): {', '.join(lost)}; allocate them before loading")
+
+
+def _unlisted(groups: Sequence[StateGroup], aliases: Mapping[str, str]) -> list[str]:
+    """Either name of a tied weight may be in the files; a mapper that knows only one of them need not list the other."""
+    known = {name for group in groups for name in (*group.inputs, *group.outputs)}
+    return [name for name in dict.fromkeys((*aliases, *aliases.values())) if name not in known]
+
+
+def _not_allowed(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _explain(
+    missing: Iterable[str], groups: Sequence[StateGroup], canonical: Mapping[str, str], entries: Mapping[str, TensorEntry]
+) -> list[str]:
+    """Each missing target with the inputs that it lacks, where they have other names."""
+    lacking: dict[str, list[str]] = {}
+    for group in groups:
+        for output in group.outputs:
+            lacking.setdefault(canonical[output], []).extend(sorted(group.inputs - entries.keys()))
+    texts = []
+    for name in missing:
+        if name not in lacking:
+            texts.append(f"{name!r} (no group of the mapper makes it)")
+        else:
+            others = [repr(lack) for lack in lacking[name] if lack != name]
+            texts.append(f"{name!r} (made from {', '.join(others)})" if others else repr(name))
+    return texts
+
+
+def _misfits(
+    copied: Mapping[str, Sequence[str]],
+    mapped: Sequence[StateGroup],
+    mapper: StateMapper,
+    entries: Mapping[str, TensorEntry],
+    targets: Mapping[str, torch.Tensor],
+    canonical: Mapping[str, str],
+) -> list[str]:
+    found = [(name, entries[source].shape, entries[source].dtype) for source, names in copied.items() for name in names]
+    faults = []
+    for group in mapped:
+        inputs = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta") for name in group.inputs}
+        try:
+            outputs = apply_group(mapper, group, inputs)
+        except (RuntimeError, ValueError, IndexError) as error:
+            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
+            faults.append(f"{', '.join(sorted(map(repr, group.outputs)))} cannot be made from {shapes}: {error}")
+            continue
+        found += [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in outputs.items()]
+    for name, shape, dtype in found:
+        target = targets.get(canonical[name])
+        if target is not None and (text := _misfit(shape, dtype, target)):
+            faults.append(f"{name!r} {text}")
+    return faults
+
+
+def _misfit(shape: tuple[int, ...], dtype: torch.dtype, target: torch.Tensor) -> str:
+    if shape != tuple(target.shape):
+        return f"is {list(shape)} in the files, {list(target.shape)} in the model"
+    if dtype != target.dtype and not (dtype.is_floating_point and target.dtype.is_floating_point):
+        return f"is {dtype} in the files, {target.dtype} in the model (only floating point is converted)"
+    return ""
+
+
+def apply_group(mapper: StateMapper, group: StateGroup, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One group's outputs, held against what it declared."""
+    outputs = mapper.apply(inputs)
+    if outputs.keys() != group.outputs:
+        raise ConfigurationError(f"{mapper!r} declared the outputs {sorted(group.outputs)} and made {sorted(outputs)}")
+    return outputs
+
+
+def _message(label: str, unfit: Mapping[str, Sequence[str]]) -> str:
+    lines = [f"the model state at {label} does not fit the model; nothing was read"]
+    for kind, names in unfit.items():
+        if names:
+            more = f", and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+            lines.append(f"  {len(names)} {kind}: {', '.join(names[:MAX_LISTED])}{more}")
+    lines.append("  Usual cause: another layout of names (give a state mapper), or another configuration of the model.")
+    lines.append("  Names that may differ go into allow_missing or allow_unexpected.")
+    return "\n".join(lines)
