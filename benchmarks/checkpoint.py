@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import os
 import shutil
 import statistics
@@ -90,7 +91,7 @@ def write_raw(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def measure(folder: Path, num_params: int, repeats: int) -> dict[str, float]:
-    """All numbers, by name. The first round warms up and does not count."""
+    """All numbers, by name. Memory is measured first, before anything left free memory behind that could be used again."""
     tensors, values = make_state(num_params)
     num_bytes = sum(tensor.numel() * 4 for tensor in tensors.values())
     print(f"{len(tensors)} tensors, {num_bytes / 1e9:.2f} GB, in {folder}, {torch.get_num_threads()} threads")
@@ -103,40 +104,35 @@ def measure(folder: Path, num_params: int, repeats: int) -> dict[str, float]:
         shutil.rmtree(path, ignore_errors=True)
         (folder / "raw").unlink(missing_ok=True)
 
+    importlib.import_module("torch.distributed.checkpoint")  # code, not state; a run pays for it once
+    targets = {name: torch.zeros_like(tensor).fill_(1) for name, tensor in tensors.items()}
+    memory = {"memory of a save, MB": added_peak(save), "memory of a load, MB": added_peak(lambda: load(path, targets))}
+    clear()
     times: dict[str, list[float]] = {"raw write": [], "save": [], "load": [], "copy": [], "second async call": []}
-    save_memory, load_memory = [], []
-    for index in range(repeats + 1):
-        raw = seconds(lambda: write_raw(folder / "raw", tensors))
+    for _ in range(repeats):
+        times["raw write"].append(seconds(lambda: write_raw(folder / "raw", tensors)))
         clear()
-        saved = seconds(save)
-        targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        loaded = seconds(lambda targets=targets: load(path, targets))
+        times["save"].append(seconds(save))
+        for target in targets.values():
+            target.zero_()
+        times["load"].append(seconds(lambda: load(path, targets)))
         if not all(torch.equal(targets[name], tensor) for name, tensor in tensors.items()):
             raise RuntimeError("the checkpoint did not come back bitwise")
         clear()
-        save_memory.append(added_peak(save))
-        load_memory.append(added_peak(lambda targets=targets: load(path, targets)))
+    save(asynchronous=True)
+    saver.wait()
+    for _ in range(repeats):
         clear()
-        if index:
-            for name, value in (("raw write", raw), ("save", saved), ("load", loaded)):
-                times[name].append(value)
-    for index in range(repeats + 1):
-        copied = seconds(lambda targets=targets: [targets[name].copy_(tensor) for name, tensor in tensors.items()])
-        called = seconds(lambda: save(asynchronous=True))
+        times["copy"].append(seconds(lambda: [targets[name].copy_(tensor) for name, tensor in tensors.items()]))
+        times["second async call"].append(seconds(lambda: save(asynchronous=True)))
         saver.wait()
-        clear()
-        if index:
-            times["copy"].append(copied)
-            times["second async call"].append(called)
     saver.close()
     for name, found in times.items():
         print(f"  {name:<18} {statistics.median(found):7.3f} s   best {min(found):7.3f} s")
     return {
         "save / raw write": statistics.median(a / b for a, b in zip(times["save"], times["raw write"], strict=True)),
         "second async call / copy": statistics.median(a / b for a, b in zip(times["second async call"], times["copy"], strict=True)),
-        "memory of a save, MB": max(save_memory[1:]),
-        "memory of a load, MB": max(load_memory[1:]),
-    }
+    } | memory
 
 
 def main() -> int:

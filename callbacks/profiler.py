@@ -7,6 +7,7 @@ Not here: timing of a whole run (`Throughput`). Know before editing: a profiler 
 from __future__ import annotations
 
 import os
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,7 +54,9 @@ class Profiler(Callback):
     def on_step_end(self, event: StepEnd) -> None:
         if self._profile is not None:
             self._step = event.trainer.step
-            self._profile.step()
+            with warnings.catch_warnings():  # that only the current round is kept is what a trace per round needs
+                warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+                self._profile.step()
 
     def close(self) -> None:
         if self._profile is not None:

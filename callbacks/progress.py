@@ -6,6 +6,7 @@ nothing; it keeps the step and looks at the clock. An evaluation shows in the sa
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from typing import IO, TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from trainer_kit.callback import Callback
 from trainer_kit.callbacks._arguments import number
 
 if TYPE_CHECKING:
-    from trainer_kit.events import EpochStart, EvaluateEnd, EvaluateStart, FitStart, Metrics, StepEnd
+    from trainer_kit.events import EpochStart, EvaluateEnd, EvaluateStart, FitStart, Metrics, RunException, StepEnd
 
 _PLAIN = "{n_fmt}/{total_fmt} steps [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 _SHOWN = {"train/loss": "loss", "val/loss": "val", "optim/lr": "lr"}
@@ -54,10 +55,11 @@ class Progress(Callback):
         stream = sys.stderr
         is_live = in_notebook or stream.isatty()
         self._plain_stream = None if is_live else stream
-        # A plain bar only counts and formats: with an endless delay tqdm itself never writes.
-        display: dict[str, Any] = {"dynamic_ncols": True} if is_live else {"delay": float("inf"), "bar_format": _PLAIN}
-        if not in_notebook:
-            display["file"] = stream
+        display: dict[str, Any] = {"dynamic_ncols": True, "file": stream}
+        if in_notebook:
+            del display["file"]
+        elif not is_live:  # it only counts and formats: nothing that tqdm writes by itself, or redraws after a print, is shown
+            display = {"delay": float("inf"), "bar_format": _PLAIN, "file": io.StringIO()}
         self.bar = tqdm(total=trainer.total_steps, initial=trainer.step, unit=" step", mininterval=0.0, miniters=0, leave=True, **display)
         self._schedule(time.monotonic())
 
@@ -97,6 +99,9 @@ class Progress(Callback):
     def _set_description(self, activity: str) -> None:
         if self.bar is not None and self._plain_stream is None and self._next != float("inf"):
             self.bar.set_description_str(activity or (f"epoch {self._epoch}" if self._epoch else ""), refresh=bool(activity))
+
+    def on_exception(self, event: RunException) -> None:
+        self._step = event.trainer.step  # a handler that failed before this one may have kept the last step end from it
 
     def close(self) -> None:
         if self.bar is not None and self._next != float("inf"):

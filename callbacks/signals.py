@@ -20,7 +20,7 @@ from trainer_kit.callbacks._grace_watch import GraceWatch
 from trainer_kit.exceptions import Interrupted
 
 if TYPE_CHECKING:
-    from trainer_kit.events import CheckpointSaved, EvaluateEnd, FitEnd, FitStart, StepEnd
+    from trainer_kit.events import CheckpointSaved, EvaluateEnd, FitEnd, FitStart, RunException, StepEnd
     from trainer_kit.trainer import Trainer
 
 
@@ -95,6 +95,9 @@ class Signals(Callback):
 
     def on_fit_end(self, event: FitEnd) -> None:
         self._act(event.trainer)
+
+    def on_exception(self, event: RunException) -> None:
+        self._acted = True  # the run ends with the first error, which an interrupt must not hide
 
     def close(self) -> None:
         self._watch.stop()

@@ -15,29 +15,12 @@ import torch
 
 from trainer_kit.callback import Callback
 from trainer_kit.callbacks._arguments import number
+from trainer_kit.callbacks._peak_flops import PEAK_BF16_FLOPS, device_name
 from trainer_kit.callbacks._records import is_recorded
 from trainer_kit.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
     from trainer_kit.events import CheckpointSaved, CheckpointStart, EvaluateEnd, EvaluateStart, FitStart, ForwardBackwardEnd, StepStart
-
-# Dense bf16 products with fp32 accumulation, FLOPs per second, by the exact name the driver gives; from the makers' data sheets.
-PEAK_BF16_FLOPS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA A10": 125e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-    "AMD Instinct MI300X": 1307e12,
-    "AMD Instinct MI300X OAM": 1307e12,
-}
-
 
 def num_samples(microbatch: Any) -> int | None:
     """The length of the first dim of the first tensor in a microbatch; None if there is no tensor."""
@@ -52,12 +35,6 @@ def num_samples(microbatch: Any) -> int | None:
     else:
         return None
     return next((n for n in map(num_samples, parts) if n is not None), None)
-
-
-def device_name(device: torch.device) -> str:
-    """The name the driver gives, or the device's type."""
-    get_name = getattr(torch.get_device_module(device), "get_device_name", None) if device.type != "cpu" else None
-    return get_name(device) if get_name is not None else device.type
 
 
 class Throughput(Callback):

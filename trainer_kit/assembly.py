@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -109,7 +109,16 @@ def build_model(recipe: Recipe, context: DistributedContext) -> BuiltModel:
 
 
 def build_loop(
-    recipe: Recipe, model: BuiltModel, context: DistributedContext, stream: DataStream, run: RunState, records: Records, dispatcher: Dispatcher, requests: Requests
+    recipe: Recipe,
+    model: BuiltModel,
+    context: DistributedContext,
+    *,
+    stream: DataStream,
+    run: RunState,
+    records: Records,
+    dispatcher: Dispatcher,
+    requests: Requests,
+    schedule_steps: int | None,
 ) -> TrainingLoop:
     """Build what only training needs: optimizer, LR schedule, gradients, and the loop that holds them."""
     config, rows = recipe.config, model.table.trainable()
@@ -124,9 +133,9 @@ def build_loop(
         stream=stream,
         runner=SequentialRunner(model.call, recipe.task, context, autocast=model.autocast, metrics=metrics),
         gradients=gradients,
-        guard=NonFiniteGuard(gradients, optimizer, config.nonfinite, device=context.device, delay=config.log_delay),
+        guard=NonFiniteGuard(gradients, optimizer, config.nonfinite, device=context.device, deferred=context.device.type != "cpu", delay=config.log_delay),
         optimizer=optimizer,
-        lr_scheduler=build_schedule(recipe, optimizer, run.total_steps),
+        lr_scheduler=build_schedule(recipe, optimizer, schedule_steps),
         records=records,
         metrics=metrics,
         dispatcher=dispatcher,
@@ -134,10 +143,10 @@ def build_loop(
     )
 
 
-def build_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer, total_steps: int | None) -> Any:
+def build_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer, schedule_steps: int | None) -> Any:
     """The LR schedule for this length of run, from the configured learning rates; None without one."""
     provider = as_lr_scheduler_provider(recipe.lr_scheduler)
-    return None if provider is None else provider.build(optimizer, total_steps)
+    return None if provider is None else provider.build(optimizer, schedule_steps)
 
 
 def checked_metrics(task: Task) -> dict[str, Any]:
@@ -154,19 +163,32 @@ def checked_metrics(task: Task) -> dict[str, Any]:
     return metrics
 
 
-def plan_total_steps(config: TrainerConfig, num_packs: int | None, extended: int | None) -> tuple[int | None, int | None]:
-    """(steps, passes over the data): the first limit reached ends the run; None is no limit.
+class RunLength(NamedTuple):
+    """Where a run ends; None is no limit. `schedule_steps` is the length that the LR schedule is made for."""
 
-    extended: the argument of `fit`, which takes the place of the configured limits.
+    steps: int | None
+    epochs: int | None
+    schedule_steps: int | None
+
+
+def plan_length(config: TrainerConfig, num_packs: int | None, extended: int | None) -> RunLength:
+    """The first limit reached ends the run: steps, or passes over the data.
+
+    num_packs: per pass, if that is known. extended: the argument of `fit`, which takes the place of the configured limits.
     """
     if extended is not None:
-        return extended, None
-    epochs = config.epochs if config.epochs is not None or config.total_steps is not None else 1
+        return RunLength(extended, None, extended)
     if config.overfit_packs:
         num_packs = config.overfit_packs if num_packs is None else min(config.overfit_packs, num_packs)
-    if num_packs is None and config.total_steps is None and config.epochs is None and config.dev_steps is None and config.max_time is None:
+    limited = config.total_steps is not None or config.max_time is not None
+    epochs = config.epochs if config.epochs is not None or limited else 1
+    if num_packs is None and not limited and config.epochs is None and config.dev_steps is None:
         raise ConfigurationError("the data does not say how many packs it has; give total_steps=, epochs= or max_time=")
-    limits = [limit for limit in (config.total_steps, config.dev_steps) if limit is not None]
+    limits = [] if config.total_steps is None else [config.total_steps]
     if epochs is not None and num_packs is not None:
         limits.append(epochs * num_packs)
-    return (min(limits) if limits else None), epochs
+    whole = min(limits) if limits else None
+    if config.dev_steps is None:
+        return RunLength(whole, epochs, whole)
+    # A trial of a few steps goes through the beginning of the schedule of the whole run.
+    return RunLength(min([config.dev_steps, *limits]), epochs, whole)

@@ -19,13 +19,14 @@ from trainer_kit import assembly, events, loop
 from trainer_kit.callback import Callback, Dispatcher, check_callbacks
 from trainer_kit.callbacks import Checkpoint, Progress, Signals, Summary
 from trainer_kit.checkpoint import CheckpointSaver
-from trainer_kit.checkpoint.state import TrainingState, advance_schedule
+from trainer_kit.checkpoint.state import TrainingState
 from trainer_kit.config import TrainerConfig, TrainerSettings, make_config
 from trainer_kit.data import DataProvider, DataStream, as_provider, map_tensors
 from trainer_kit.description import Description, describe, plain_settings, say
 from trainer_kit.environment import check_host_sync_support, run_environment
 from trainer_kit.events import Event
 from trainer_kit.exceptions import ConfigurationError, ModelError, StateError
+from trainer_kit.lifecycle import FitLifecycle
 from trainer_kit.mesh import DistributedContext, MeshStrategy
 from trainer_kit.model import ModelProvider, as_model_provider
 from trainer_kit.model.modes import eval_modes, set_train_modes
@@ -184,6 +185,11 @@ class Trainer:
             raise StateError("the optimizer is not built; call trainer.build() first. A model without trainable parameters has none")
         return self._loop
 
+    def _random_streams(self) -> RandomStreams:
+        if self._random is None:
+            self._random = RandomStreams(self.config.seed, self.context.device)
+        return self._random
+
     # ---- build
 
     def build(self) -> None:
@@ -203,15 +209,23 @@ class Trainer:
         with durations.measure("model"):
             self._model = assembly.build_model(recipe, context)
         emit(events.ModelReady)
-        self._random = RandomStreams(self.config.seed, context.device)
+        random = self._random_streams()
         if self._model.table.trainable():
             with durations.measure("optimizer"):
-                self._run.total_steps, stream.max_epochs = assembly.plan_total_steps(self.config, recipe.data.num_packs(), None)
+                self._run.total_steps, stream.max_epochs, schedule_steps = assembly.plan_length(self.config, recipe.data.num_packs(), None)
                 self._loop = assembly.build_loop(
-                    recipe, self._model, context, stream, self._run, self._records, self._dispatcher, self._requests
+                    recipe,
+                    self._model,
+                    context,
+                    stream=stream,
+                    run=self._run,
+                    records=self._records,
+                    dispatcher=self._dispatcher,
+                    requests=self._requests,
+                    schedule_steps=schedule_steps,
                 )
                 self._state = TrainingState(
-                    self._loop, self._model.table, self._random, self.callbacks, recipe.task, self._identity(), self.config.checkpoint_trainable_only
+                    self._loop, self._model.table, random, self.callbacks, recipe.task, self._identity(), self.config.checkpoint_trainable_only
                 )
             emit(events.LRSchedulerReady)
         emit(events.BuildEnd, durations=durations.seconds)
@@ -251,11 +265,12 @@ class Trainer:
             return  # an extended run that was stopped goes on to the length it had
         if total_steps is not None and total_steps < 0:
             raise ConfigurationError(f"fit(total_steps={total_steps}): expected a number of steps that is not negative")
-        self._run.total_steps, training.stream.max_epochs = assembly.plan_total_steps(self.config, self.data.num_packs(), total_steps)
+        length = assembly.plan_length(self.config, self.data.num_packs(), total_steps)
+        self._run.total_steps, training.stream.max_epochs = length.steps, length.epochs
         if self._run.total_steps != before and training.lr_scheduler is not None:
-            updates = training.lr_scheduler.last_epoch
-            training.lr_scheduler = assembly.build_schedule(self._recipe, training.optimizer, self._run.total_steps)
-            advance_schedule(training.lr_scheduler, updates)
+            so_far = training.lr_scheduler.state_dict()
+            training.lr_scheduler = assembly.build_schedule(self._recipe, training.optimizer, length.schedule_steps)
+            training.lr_scheduler.load_state_dict(so_far)
 
     def _resume(self, resume: str) -> bool:
         if resume == "never":
@@ -272,31 +287,16 @@ class Trainer:
         return True
 
     def _fit(self, resumed: bool) -> None:
-        run, training, error = self._run, self._training(), None
-        run.phase, run.stop_reason, run.stop_raising = "between steps", None, None
+        run, training = self._run, self._training()
         run.deadline = None if self.config.max_time is None else time.monotonic() + self.config.max_time
-        assert self._random is not None
-        try:
-            with run_environment(self.config, self.context.device):
-                self._random.enter()
-                set_train_modes(self.stages)
-                self._dispatcher.emit(events.FitStart, resumed=resumed, settings=plain_settings(self))
-                self._requests.carry_out()
-                training.fit()
-                self._finish()
-        except BaseException as caught:
-            error = caught
-            self._fail(caught)
-            raise
-        finally:
-            run.phase = "idle"
-            self._random.leave()
-            self._tear_down(error)
-            training.gradients.zero()
-            error = None  # a frame that holds its own exception would keep everything alive
-        if run.stop_raising is not None:
-            raising, run.stop_raising = run.stop_raising, None
-            raise raising
+        closers = [training.stream.close, training.gradients.zero, *(callback.close for callback in self.callbacks)]
+        life = FitLifecycle(run, self._dispatcher, self._requests, self._random_streams(), self._saver, closers)
+        with run_environment(self.config, self.context.device), life.around():
+            set_train_modes(self.stages)
+            self._dispatcher.emit(events.FitStart, resumed=resumed, settings=plain_settings(self))
+            self._requests.carry_out()
+            training.fit()
+            self._finish()
 
     def _finish(self) -> None:
         """What the end of the steps brings: the last values, the end events, the last save, durable."""
@@ -307,28 +307,6 @@ class Trainer:
         self._requests.carry_out()
         self._records.flush()
         self._saver.wait()
-
-    def _fail(self, error: BaseException) -> None:
-        self._requests.clear()
-        try:
-            self._dispatcher.emit(events.RunException, exception=error)
-        except Exception as second:
-            error.add_note(f"besides, an on_exception handler failed: {type(second).__name__}: {second}")
-
-    def _tear_down(self, error: BaseException | None) -> None:
-        """Close everything that the fit opened, each once; a failure never hides the first error."""
-        closers = [lambda: self._saver.close(error), self._training().stream.close, *(c.close for c in self.callbacks)]
-        first = error
-        for close in closers:
-            try:
-                close()
-            except Exception as failure:
-                if first is None:
-                    first = failure
-                else:
-                    first.add_note(f"besides, closing failed: {type(failure).__name__}: {failure}")
-        if error is None and first is not None:
-            raise first
 
     def stop(self, reason: str, raising: BaseException | None = None) -> None:
         """End the run at the next step boundary, with the normal end events; `fit` then raises `raising`, if given. The first call counts."""

@@ -21,7 +21,7 @@ class FakeTrainer:
         self.config = TrainerConfig(**settings)
         self.context = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=1, data_rank=0, num_data_ranks=1, is_main=True)
         self.stages = [model if model is not None else torch.nn.Linear(2, 1)]
-        self.optimizer = torch.optim.SGD(self.stages[0].parameters(), lr=0.1)
+        self.optimizer = SimpleNamespace(param_groups=[{"params": list(self.stages[0].parameters())}])
         self.history = History()
         self.callbacks: list[Any] = []
         self.logged: list[tuple[str, Any]] = []

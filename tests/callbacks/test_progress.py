@@ -108,6 +108,20 @@ def test_a_run_of_unknown_length_has_a_bar(fake_trainer, stderr):
     assert callback.bar.total is None and "1 step" in stream.getvalue()
 
 
+def test_the_summary_leaves_plain_lines_whole(fake_trainer, stderr, capsys):
+    """B70: a print beside the bar draws no bar into a file."""
+    stream, trainer = stderr(io.StringIO()), fake_trainer(total_steps=3)
+    trainer.describe = lambda: SimpleNamespace(short=lambda: "model: Linear")
+    summary, callback = Summary(), Progress()
+    trainer.start(summary, callback)
+    for _ in range(3):
+        trainer.finish_step(callback)
+    trainer.end(summary)
+    callback.close()
+    assert stream.getvalue().startswith("3/3 steps") and stream.getvalue().count("\n") == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
 def test_nothing_is_shown_when_off_or_on_other_ranks(fake_trainer, stderr, capsys):
     """B70: no bar on rank 1."""
     stream = stderr(Terminal())

@@ -14,9 +14,9 @@ def context():
 @pytest.fixture
 def nan_memory():
     """Uninitialised memory holds nan, so that whatever nobody wrote shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
+    before = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms, without its import of the compiler
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(before[0])
+    torch.set_deterministic_debug_mode(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]

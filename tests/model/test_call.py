@@ -74,3 +74,8 @@ def test_a_wrapped_forward_keeps_the_form():
     forward = model.forward
     model.forward = lambda *args: forward(*args)
     assert ModelCaller(model)(x, y) == (x, y)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
+def test_a_scripted_model_is_called_the_ordinary_way():
+    assert not ModelCaller(torch.jit.script(nn.Linear(1, 1))).stage_form

@@ -80,7 +80,7 @@ def test_a_provider_class_is_refused():
 
 
 def test_surplus_arguments_are_named():
-    with pytest.raises(ConfigurationError, match="in_features, out_features.*lambda"):
+    with pytest.raises(ConfigurationError, match=r"in_features, out_features.*lambda"):
         as_model_provider(nn.Linear)
 
 

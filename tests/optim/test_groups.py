@@ -56,7 +56,7 @@ def test_groups_take_the_first_match_and_keep_the_rule_unless_they_set_a_decay()
     [
         ({"groups": [{"pattern": "haed.weight", "lr": 1.0}]}, r"groups\[0\].*'haed.weight' matches none.*'head.weight'"),
         ({"no_decay": ["*.gamma"]}, r"no_decay.*'\*.gamma' matches none"),
-        ({"groups": [{"pattern": "*"}, {"pattern": "head.*"}]}, r"groups\[1\].*'head.\*'.*earlier group"),
+        ({"groups": [{"pattern": "*", "lr": 1.0}, {"pattern": "head.*", "lr": 2.0}]}, r"groups\[1\].*'head.\*'.*earlier group"),
     ],
 )
 def test_a_pattern_without_effect_is_an_error_that_names_it(settings, words):

@@ -104,5 +104,5 @@ def test_a_schedule_of_torch_does_not_take_it_for_an_update():
 
 def test_an_optimizer_that_needs_a_closure_is_refused():
     parameters = make_parameters()
-    with pytest.raises(UnsupportedError, match="LBFGS.*closure"):
+    with pytest.raises(UnsupportedError, match=r"LBFGS.*closure"):
         materialize_state(torch.optim.LBFGS([parameter for _, parameter in parameters]))

@@ -36,7 +36,9 @@ PROVIDERS = {
     "sequential": lambda optimizer: lr_scheduler.SequentialLR(
         optimizer, [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3), lr_scheduler.ExponentialLR(optimizer, 0.9)], milestones=[3]
     ),
-    "chained": lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(optimizer, 0.1, 2), lr_scheduler.StepLR(optimizer, 3)]),
+    "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer, 0.1, 2), lr_scheduler.StepLR(optimizer, 3)]
+    ),
 }
 
 

@@ -42,6 +42,8 @@ def test_settings_survive_json_and_the_union_chooses_by_name(provider):
         ({"name": "adam", "betas": [0.9, 1.0]}, ["betas=(0.9, 1.0)", "[0, 1)"]),
         ({"name": "sgd", "nesterov": True}, ["nesterov=True needs momentum"]),
         ({"name": "sgd", "dampening": 0.1}, ["dampening=0.1 has no effect without momentum"]),
+        ({"name": "adam", "no_decay": ["*.bias"]}, ["no_decay= has no effect with weight_decay=0"]),
+        ({"name": "adamw", "groups": [{"pattern": "a*"}]}, ["optim.groups.0", "'a*' sets nothing"]),
         ({"name": "adamw", "kernel": "fast"}, ["optim.kernel", "'fused'"]),
     ],
 )

@@ -141,7 +141,7 @@ def test_the_state_of_another_optimizer_is_an_error_that_names_both_sides():
 def test_state_that_is_neither_tensor_nor_plain_is_refused():
     optimizer, parameters = make(SGD())
     optimizer.state[parameters["a.bias"]]["history"] = [torch.ones(1)]
-    with pytest.raises(UnsupportedError, match="'history' of 'a.bias'"):
+    with pytest.raises(UnsupportedError, match=r"'history' of 'a.bias'"):
         optimizer_tensors(optimizer, names_of(parameters))
 
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_kit.optim import StochasticAdamW, build_optimizer, stochastic_optimizer
 from trainer_kit.optim.rounding import draw_noise, round_stochastically
@@ -81,7 +82,9 @@ def test_full_precision_parity_with_torch(dtype):
 def test_one_bf16_update_is_a_neighbour_of_the_float32_update(grad_dtype):
     low = make(torch.bfloat16)
     full = [nn.Parameter(parameter.detach().float()) for parameter in low]
-    run(build_optimizer(StochasticAdamW(lr=0.01), named(low)), low, 1, grad_dtype=grad_dtype)
+    optimizer = build_optimizer(StochasticAdamW(lr=0.01), named(low))
+    assert optimizer.accepts_fp32_gradients
+    run(optimizer, low, 1, grad_dtype=grad_dtype)
     for index, parameter in enumerate(full):
         assert low[index].grad is not None
         parameter.grad = low[index].grad.float()
@@ -158,3 +161,22 @@ def test_a_parameter_without_gradient_stays_and_layouts_mix():
     assert torch.allclose(parameters[1], torch.full((2, 2), 0.5))
     assert torch.equal(parameters[3].float(), torch.ones(3))
     assert parameters[3] not in optimizer.state
+
+
+class NoHostValues(TorchDispatchMode):
+    """Fails where a value is brought to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_waits_for_no_value():
+    """Contract 44."""
+    parameters = [*make(torch.bfloat16), *make(torch.float32)]
+    optimizer = build_optimizer(StochasticAdamW(state_dtype="bf16"), named(parameters))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    with NoHostValues():
+        optimizer.step()
+        optimizer.step()

@@ -115,6 +115,15 @@ def test_sharded_as_other_tools_write_it(tmp_path, path):
     assert all(torch.equal(targets[name], tensors[name]) for name in tensors)
 
 
+def test_a_single_file_goes_before_an_index(tmp_path):
+    """The order of other tools, on which replacing one form by the other relies."""
+    folder = write_shards(tmp_path / "m", {"1.safetensors": {"a": torch.ones(1)}})
+    save_file({"a": torch.full((1,), 2.0)}, folder / "model.safetensors")
+    targets = {"a": torch.zeros(1)}
+    load_model_state(folder, IdentityMapper(targets), targets)
+    assert targets["a"] == 2
+
+
 def test_headers_tell_everything_before_data(tmp_path):
     save_file({"w": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     reader = ModelStateReader(tmp_path)

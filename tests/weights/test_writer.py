@@ -50,11 +50,15 @@ def test_the_safetensors_library_reads_it(tmp_path, limit):
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if name in _TYPES])
 def test_every_dtype_behind_an_odd_number_of_bytes(tmp_path, name):
-    """Contract 37: readers that view the bytes in place need them aligned."""
+    """Contract 37: tools that view the bytes in place need each tensor aligned to its element size."""
     tensor = (torch.arange(16, dtype=torch.uint8) % 2).view(DTYPES[name])
     write_model_state(tmp_path, items_of({"odd": torch.ones(3, dtype=torch.uint8), "w": tensor}))
     back = load_file(tmp_path / "model.safetensors")["w"]
     assert back.dtype == tensor.dtype and torch.equal(bits(back), bits(tensor))
+    data = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    start = json.loads(data[8 : 8 + length])["w"]["data_offsets"][0]
+    assert (8 + length + start) % tensor.element_size() == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES, ids=str)

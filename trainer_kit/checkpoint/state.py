@@ -131,11 +131,11 @@ class TrainingState:
         if (saved is None) != (loop.lr_scheduler is None):
             here, there = ("a", "none") if saved is None else ("no", "one")
             logger.warning("resuming: this run has %s LR schedule and the checkpoint has %s; the settings win", here, there)
-        elif saved is not None and total_steps == loop.run.total_steps:
-            loop.lr_scheduler.load_state_dict(saved)
         elif saved is not None:
-            logger.warning("resuming: total_steps was %s, is %s now; the LR schedule is that of the new length", total_steps, loop.run.total_steps)
-            advance_schedule(loop.lr_scheduler, saved["last_epoch"])
+            if total_steps != loop.run.total_steps:
+                text = "resuming: total_steps was %s, is %s now; the LR schedule is that of the new length"
+                logger.warning(text, total_steps, loop.run.total_steps)
+            loop.lr_scheduler.load_state_dict(saved)
 
     def _restore_callbacks(self, saved: Mapping[str, Any]) -> None:
         ours = {callback.state_key: callback for callback in self.callbacks}
@@ -147,16 +147,3 @@ class TrainingState:
                 callback.load_state_dict(saved[key])
             elif callback.state_dict():
                 logger.warning("resuming: the checkpoint has no state for the callback %r; it starts afresh", key)
-
-
-def advance_schedule(scheduler: Any, updates: int) -> None:
-    """Put a new schedule at a number of executed updates, from its own formula."""
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": updates})
-        return
-    counter, scheduler.optimizer._opt_called = getattr(scheduler.optimizer, "_opt_called", False), True  # type: ignore[attr-defined]  # no warning about order
-    while scheduler.last_epoch < updates:
-        scheduler.step()
-    scheduler.optimizer._opt_called = counter  # type: ignore[attr-defined]
-
-

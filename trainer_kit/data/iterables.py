@@ -19,7 +19,7 @@ from trainer_kit.data.epoch_reader import EpochReader, num_reads_with_own_stream
 from trainer_kit.data.pack import Pack
 from trainer_kit.data.provider import DataProvider
 from trainer_kit.data.randomness import fork_random
-from trainer_kit.data.workers import shut_down_loader
+from trainer_kit.data.workers import raise_for_dead_worker, shut_down_loader
 from trainer_kit.exceptions import ConfigurationError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -61,8 +61,11 @@ class IterableDataProvider(DataProvider):
         """The rest of one epoch. Its length need not be known; if the iterable has one, it is checked, not trusted."""
         try:
             yield from self._epoch(position or {})
-        except Exception:
-            self.close()  # a loader whose worker died can't be iterated again
+        except Exception as error:
+            try:
+                raise_for_dead_worker(self._iterator, error)
+            finally:
+                self.close()  # a loader whose worker died can't be iterated again
             raise
 
     def _epoch(self, position: dict[str, Any]) -> Iterator[Pack]:

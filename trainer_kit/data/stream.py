@@ -59,7 +59,7 @@ class DataStream:
         self._name = type(provider).__name__
         self._seed = seed
         self._depth = prefetch_packs
-        self._max_epochs = max_epochs
+        self.max_epochs = max_epochs
         pins = provider.pin_memory is not False
         self._transfer = DeviceTransfer(device, pin_memory=pins, ahead=prefetch_packs > 0) if device.type != "cpu" else None
         self._head = self._tail = Place()
@@ -157,7 +157,7 @@ class DataStream:
 
     def _is_at_end(self) -> bool:
         epoch = self._tail.epoch
-        if self._max_epochs is not None and epoch >= self._max_epochs:
+        if self.max_epochs is not None and epoch >= self.max_epochs:
             return True
         ended = self._provider.num_epochs is not None and epoch >= self._provider.num_epochs
         if ended and not self._said_end:

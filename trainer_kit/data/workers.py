@@ -7,6 +7,7 @@ Workers start with the platform's default method; what is spawned instead of for
 
 from __future__ import annotations
 
+import multiprocessing.connection
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,20 @@ from trainer_kit.data.microbatches import Indices, MicrobatchReader
 from trainer_kit.data.randomness import seed_host
 
 Key = tuple[int, Indices]
+
+
+def raise_for_dead_worker(iterator: Iterator[Any] | None, error: Exception) -> None:
+    """If a worker of this DataLoader iterator died, raise a RuntimeError that says so instead of `error`.
+
+    torch notices a death while it waits for data; while it receives some, only the broken connection shows.
+    """
+    workers = getattr(iterator, "_workers", [])
+    if not workers or not isinstance(error, (OSError, EOFError)):
+        return
+    multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1.0)
+    dead = [f"pid {worker.pid} with exit code {worker.exitcode}" for worker in workers if not worker.is_alive()]
+    if dead:
+        raise RuntimeError(f"a data worker died: {', '.join(dead)}. The usual cause is that it ran out of memory") from error
 
 
 def shut_down_loader(loader: DataLoader[Any], iterator: Iterator[Any]) -> None:
@@ -80,8 +95,11 @@ class WorkerPool:
         self._iterator = iter(self._loader)
         try:
             yield from self._iterator
-        except Exception:
-            self.close()
+        except Exception as error:
+            try:
+                raise_for_dead_worker(self._iterator, error)
+            finally:
+                self.close()
             raise
 
     def close(self) -> None:

@@ -6,6 +6,8 @@ computed once per step for all who ask.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 
 from trainer_kit.exceptions import ModelError
 from trainer_kit.parameters import ParameterRow
-from trainer_kit.torch_private import flag_non_finite
+from trainer_kit.torch_private import flag_non_finite, read_cpu_scalar
 
 
 class Gradients:
@@ -65,20 +67,23 @@ class Gradients:
         self._checked = True
 
     def norm(self, p: float = 2.0) -> torch.Tensor:
-        """The p-norm over all gradients as a device tensor; the formula of `torch.nn.utils.get_total_norm`."""
+        """The p-norm over all gradients as a device tensor; the formula of `torch.nn.utils.get_total_norm`.
+
+        Large finite gradients overflow in fp32; a CPU, where looking costs nothing, then computes in fp64.
+        """
         if p not in self._norms:
-            each = self.norm_per_parameter(p)
-            self._norms[p] = torch.linalg.vector_norm(each, p)
+            norm = torch.linalg.vector_norm(self.norm_per_parameter(p), p)
+            if norm.device.type == "cpu" and not math.isfinite(read_cpu_scalar(norm)):
+                norm = torch.linalg.vector_norm(self.norm_per_parameter(p, torch.float64), p).to(norm.dtype)
+            self._norms[p] = norm
         return self._norms[p]
 
-    def norm_per_parameter(self, p: float = 2.0) -> torch.Tensor:
-        """The p-norm of each gradient, in groups of equal device and dtype: shape (number of trainable parameters,)."""
-        found: list[torch.Tensor] = []
+    def norm_per_parameter(self, p: float = 2.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The p-norm of each gradient, computed in `dtype` or the gradient's own if that is wider; in the order of `names_in_groups`."""
         device = self._groups[0][0].device
-        for group in self._groups:
-            wide = torch.promote_types(group[0].dtype, torch.float32)
-            found += [n.to(device, torch.float64 if wide == torch.float64 else torch.float32) for n in torch._foreach_norm(group, p, dtype=wide)]
-        return torch.stack([n.to(found[0].dtype) for n in found])
+        norms = [n for group in self._groups for n in torch._foreach_norm(group, p, dtype=torch.promote_types(group[0].dtype, dtype))]
+        widest = functools.reduce(torch.promote_types, (n.dtype for n in norms))
+        return torch.stack([n.to(device, widest) for n in norms])
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply all gradients, and the norms that are known already."""
@@ -87,10 +92,9 @@ class Gradients:
         self._norms = {p: norm * factor for p, norm in self._norms.items()}
 
     def flag_non_finite(self, flag: torch.Tensor) -> None:
-        """Set `flag` to 1 if any gradient, or a norm that somebody asked for, is not finite."""
+        """Set `flag` to 1 if any gradient is not finite; a norm that somebody asked for tells it without another look."""
         if self._norms:
-            norm = next(iter(self._norms.values()))
-            torch.logical_or(flag, ~torch.isfinite(norm), out=flag)
+            torch.logical_or(flag, ~torch.isfinite(next(iter(self._norms.values()))), out=flag)
             return
         for group in self._groups:
             flag_non_finite(group, flag)

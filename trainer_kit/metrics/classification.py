@@ -27,9 +27,8 @@ class Accuracy(Metric):
         predicted = outputs if outputs.shape == targets.shape else outputs.argmax(self.dim)
         if predicted.shape != targets.shape:
             raise ConfigurationError(
-                f"Accuracy.update got outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}; expected "
-                "the shape of "
-                f"the targets plus a dim of classes at dim={self.dim}. Set Accuracy(dim=...) if the classes are in another dim"
+                f"Accuracy.update got outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}; expected the "
+                f"shape of the targets plus a dim of classes at dim={self.dim}. Set Accuracy(dim=...) if the classes are in another dim"
             )
         if targets.numel():
             counted = targets != self.ignore_index

@@ -19,7 +19,7 @@ from trainer_kit.model.allocate import allocate, check_aliases, set_parameter_dt
 from trainer_kit.model.constructor_log import ConstructorLog, check_repeated
 from trainer_kit.model.initialise import initialise
 from trainer_kit.model.names import alias_table, all_tensors
-from trainer_kit.model.operations import storage_key
+from trainer_kit.model.operations import storage_key, tensors_in
 from trainer_kit.model.provider import ModelProvider, ModuleProvider, StageContext, StageInfo, as_model_provider
 from trainer_kit.model.torch_init import trunc_normal_replaced
 from trainer_kit.random_state import derive_seed, forked, seed_all
@@ -82,9 +82,9 @@ def _construct(ctx: StageContext, provider: ModelProvider, log: ConstructorLog) 
     except Exception as error:
         if "meta" in str(error):
             error.add_note(
-                "trainer_kit builds the model of a callable on the meta device, where tensors have no values; compute numbers that "
-                "the constructor "
-                "reads (.item(), .tolist(), tests of tensors) with python's math or with device='cpu', or pass a built nn.Module"
+                "trainer_kit builds the model of a callable on the meta device, where tensors have no values; compute numbers that the "
+                "constructor reads (.item(), .tolist(), tests of tensors) with python's math or with device='cpu', or pass a built "
+                "nn.Module"
             )
         raise
     if not isinstance(module, nn.Module):
@@ -101,10 +101,9 @@ def _is_on_meta(module: nn.Module) -> bool:
         return any(buffer.is_meta for buffer in module.buffers())
     if meta and real:
         raise ModelError(
-            f"the callable's model has parameters with weights ({_few(real)}) and parameters on the meta device ({_few(meta)}); "
-            "expected all of one "
-            "kind. Build all of it in the callable without a device= argument and load the weights with source_model=, or pass a "
-            "built nn.Module"
+            f"the callable's model has parameters with weights ({_few(real)}) and parameters on the meta device ({_few(meta)}); expected "
+            "all of one kind. Build all of it in the callable without a device= argument and load the weights with source_model=, or "
+            "pass a built nn.Module"
         )
     return bool(meta)
 
@@ -116,8 +115,7 @@ def _place(ctx: StageContext, provider: ModelProvider, dtype: torch.dtype | None
     if empty := [name for name, tensor in all_tensors(module) if tensor.is_meta]:
         raise ModelError(
             f"{type(module).__name__} has tensors on the meta device, which have no values: {_few(empty)}; load or initialise them "
-            "before, or pass "
-            "a callable that builds the model, so that it is allocated and initialised here"
+            "before, or pass a callable that builds the model, so that it is allocated and initialised here"
         )
     aliases = alias_table(module)
     module.to(ctx.context.device)
@@ -129,9 +127,8 @@ def _place(ctx: StageContext, provider: ModelProvider, dtype: torch.dtype | None
 def _check_lazy(module: nn.Module) -> None:
     if lazy := [name for name, tensor in all_tensors(module) if is_lazy(tensor)]:
         raise ModelError(
-            f"{type(module).__name__} has parameters without a shape: {_few(lazy)}; lazy modules get theirs from the first forward. "
-            "Run one forward "
-            "with a sample input and pass that module, or give the sizes (nn.Linear in place of nn.LazyLinear)"
+            f"{type(module).__name__} has parameters without a shape: {_few(lazy)}; lazy modules get theirs from the first forward. Run "
+            "one forward with a sample input and pass that module, or give the sizes (nn.Linear in place of nn.LazyLinear)"
         )
 
 
@@ -152,11 +149,12 @@ def _check_places(module: nn.Module, device: torch.device) -> None:
         raise ModelError(f"{type(module).__name__} was built on {device}, but some of its tensors are elsewhere: {_few(astray)}")
     for name, owner in module.named_modules():
         for attribute, value in vars(owner).items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
+            held = tuple(value.values()) if isinstance(value, dict) else (value,)
+            if any(tensor.is_meta for tensor in tensors_in(held, {})):
                 raise ModelError(
-                    f"{type(owner).__name__} {name!r} keeps the tensor {attribute!r} as a plain attribute, made on the meta device, "
-                    "so it has no values; "
-                    f"use self.register_buffer({attribute!r}, ..., persistent=False) and compute it in reset_parameters"
+                    f"{type(owner).__name__} {name!r} keeps a tensor in the plain attribute {attribute!r}, made on the meta device, so "
+                    f"it has no values; use self.register_buffer({attribute!r}, ..., persistent=False) and compute it in "
+                    "reset_parameters"
                 )
 
 

@@ -30,9 +30,8 @@ class ModelCaller:
             return self._module(inputs, shared)
         if shared is not None:
             raise ModelError(
-                f"ForwardInputs(shared=...) was given, but {type(self._module).__name__} is called the ordinary way; put the values "
-                "into inputs=, "
-                "or give the model the stage form forward(self, inputs, shared)"
+                f"ForwardInputs(shared=...) was given, but {type(self._module).__name__} is called the ordinary way; put the values into "
+                "inputs=, or give the model the stage form forward(self, inputs, shared)"
             )
         if isinstance(inputs, torch.Tensor):
             return self._module(inputs)
@@ -50,5 +49,6 @@ def has_stage_form(module: nn.Module) -> bool:
     original = getattr(module, "_orig_mod", module)  # torch.compile wraps a module and hides its signature
     if hasattr(type(original), "stage_transfer_spec"):
         return True
-    # The class's forward: the instance's may be wrapped, which hides its parameters.
-    return list(inspect.signature(type(original).forward).parameters)[1:] == ["inputs", "shared"]
+    # The class's forward: the instance's may be wrapped, which hides its parameters. A scripted module's is no function.
+    forward = inspect.getattr_static(type(original), "forward")
+    return inspect.isfunction(forward) and list(inspect.signature(forward).parameters)[1:] == ["inputs", "shared"]

@@ -14,10 +14,10 @@ import torch
 from trainer_kit.exceptions import ModelError
 from trainer_kit.model.operations import Write, destinations, operation_name, storage_key, write_of
 from trainer_kit.model.reset_mode import TensorRecord
-from trainer_kit.model.torch_init import TorchDispatchMode
+from trainer_kit.model.torch_init import OperationMode
 
 
-class ConstructorLog(TorchDispatchMode):
+class ConstructorLog(OperationMode):
     """Records the in-place operations on meta tensors while it is active."""
 
     def __init__(self) -> None:
@@ -62,10 +62,11 @@ def check_repeated(constructed: Mapping[str, Sequence[Write]], records: Iterable
             lost.append(f"  {record.name} of {record.owner}, by {final[0].operation}")
     if lost:
         raise ModelError(
-            f"the constructor of {model} sets initial values that no reset sets again:\n" + "\n".join(lost) + "\nA callable builds "
-            "the model on the "
-            "meta device, where they are lost. Move them into reset_parameters of the module that owns the tensor, or of the whole model: "
-            "def reset_parameters(self): self.apply(self._init_weights). Or pass a built nn.Module in place of the callable"
+            f"the constructor of {model} sets initial values that no reset sets again:\n"
+            + "\n".join(lost)
+            + "\nA callable builds the model on the meta device, where they are lost. Move them into reset_parameters of the module that "
+            "owns the tensor, or of the whole model: def reset_parameters(self): self.apply(self._init_weights). "
+            "Or pass a built nn.Module in place of the callable"
         )
 
 

@@ -162,8 +162,7 @@ class _Walk:
             if storage_key(record.tensor) not in self._mode.known:
                 raise ModelError(
                     f"{record.name!r} was assigned (`.data = ...`) by the reset of a module that does not own it, {record.owner}; "
-                    "write in place: "
-                    "nn.init functions, copy_, normal_"
+                    "write in place: nn.init functions, copy_, normal_"
                 )
         missing = [r for r in self.records.values() if not r.is_initialised and r.name not in ready]
         if missing:
@@ -171,9 +170,9 @@ class _Walk:
                 "these tensors have no initial value:\n"
                 + "\n".join(f"  {r.name} of {r.owner}" + (" (written in part)" if r.num_written else "") for r in missing)
                 + "\nA callable builds the model on the meta device, where values are lost, so each value must come from a reset. "
-                "Give the module a method reset_parameters(self) that sets all elements of its own tensors, such as nn.init.normal_(self.weight, "
-                "std=0.02), or "
-                "self.table.copy_(...) for a buffer computed from constants; or pass a built nn.Module in place of the callable"
+                "Give the module a method reset_parameters(self) that sets all elements of its own tensors, such as "
+                "nn.init.normal_(self.weight, std=0.02), or self.table.copy_(...) for a buffer computed from constants; "
+                "or pass a built nn.Module in place of the callable"
             )
 
 

@@ -17,7 +17,7 @@ RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "log_no
 OVERWRITING = RANDOM | {"zero_", "fill_", "copy_", "_foreach_zero_", "_foreach_copy_", "trunc_normal_"}
 # These take only the shape and type of their argument, or give the same memory back.
 HARMLESS = frozenset(
-    {"detach", "alias", "lift_fresh", "empty_like", "new_empty", "zeros_like", "new_zeros", "ones_like", "new_ones", "full_like", "new_full"}
+    {"detach", "alias", "lift_fresh", "empty_like", "new_empty", "zeros_like", "new_zeros", "ones_like", "new_ones", "full_like"}
 )
 
 

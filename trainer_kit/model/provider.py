@@ -119,8 +119,8 @@ class CallableProvider(ModelProvider):
         name, argument = _describe(self._build), self._stage_argument
         if argument is None and ctx.stage.num_stages > 1:
             raise UnsupportedError(
-                f"{name} takes no StageInfo, so it builds the whole model and not one of {ctx.stage.num_stages} stages; give it a "
-                "parameter `stage`"
+                f"{name} takes no StageInfo, so it builds the whole model and not one of {ctx.stage.num_stages} stages; "
+                "give it a parameter `stage`"
             )
         if argument is None:
             module = self._build()

@@ -28,7 +28,7 @@ from trainer_kit.model.operations import (
     tensors_in,
     write_of,
 )
-from trainer_kit.model.torch_init import TorchDispatchMode
+from trainer_kit.model.torch_init import OperationMode
 from trainer_kit.random_state import derive_seed
 
 
@@ -49,7 +49,7 @@ class TensorRecord:
         return self.num_written >= self.tensor.numel()
 
 
-class ResetMode(TorchDispatchMode):
+class ResetMode(OperationMode):
     """`known` maps storages to the records they stand for, `scope` says whose reset runs."""
 
     def __init__(self, seed: int) -> None:
@@ -122,9 +122,8 @@ class ResetMode(TorchDispatchMode):
     ) -> torch.Tensor:
         if kwargs.get("generator") is not None:
             raise ModelError(
-                f"{self._label} passes generator= to {name} on {record.name!r}; initial values are a function of the seed and the "
-                "name of the "
-                "parameter. Leave generator= out"
+                f"{self._label} passes generator= to {name} on {record.name!r}; initial values are a function of the seed and the name "
+                "of the parameter. Leave generator= out"
             )
         generator = torch.Generator(device=tensor.device)
         generator.manual_seed(derive_seed(self._seed, "draw", record.name, self._draws[record.name]))
@@ -137,17 +136,15 @@ class ResetMode(TorchDispatchMode):
     def _check(self, func: Any, record: TensorRecord, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuse what is not element-wise, and in-place operations that bring in a tensor which is no parameter or buffer."""
         name = operation_name(func)
-        is_elementwise = "out" not in kwargs and (name in OVERWRITING or torch.Tag.pointwise in func.tags or name.startswith("_foreach_"))
+        is_elementwise = "out" not in kwargs and (name in OVERWRITING or torch.Tag.pointwise in func.tags or _is_foreach(name))
         brought = [t for t in tensors_in(args, kwargs) if t.dim() > 0 and storage_key(t) not in self.known]
         if is_elementwise and not (brought and destinations(name, args, kwargs)):
             return
         what = f"changes {record.name!r} by {name} with a computed tensor" if is_elementwise else f"runs {name} on {record.name!r}"
         raise ModelError(
-            f"{self._label} {what}. On tensors of other modules, a reset may use random and element-wise in-place operations with "
-            "plain numbers "
-            "only, because they may be cut over ranks. Move anything else (orthogonal_, eye_, copies of computed tensors) into "
-            "reset_parameters "
-            f"of the module that owns it, {record.owner}"
+            f"{self._label} {what}. On tensors of other modules, a reset may use random and element-wise in-place operations with plain "
+            "numbers only, because they may be cut over ranks. Move anything else (orthogonal_, eye_, copies of computed tensors) into "
+            f"reset_parameters of the module that owns it, {record.owner}"
         )
 
     def _note(self, tensor: torch.Tensor, write: Write) -> None:
@@ -156,3 +153,8 @@ class ResetMode(TorchDispatchMode):
             record.writes.append(write)
             if write.overwrites:
                 record.num_written += write.num_elements
+
+
+def _is_foreach(name: str) -> bool:
+    """An in-place operation on a list of tensors; all of these are element-wise."""
+    return name.startswith("_foreach_") and name.endswith("_")

@@ -1,6 +1,6 @@
 """What initialisation needs of torch beyond its public interface, each with its reason.
 
-`TorchDispatchMode`: the only way to see in-place operations on `.data`, views and `nn.init` alike.
+`OperationMode`: a dispatch mode is the only way to see in-place operations on `.data`, views and `nn.init` alike.
 `trunc_normal_replaced`: `nn.init.trunc_normal_` rejects and redraws in a loop that depends on the values; it must be seen as a whole.
 """
 
@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TorchDispatchMode", "trunc_normal_replaced"]
+
+class OperationMode(TorchDispatchMode):
+    """A dispatch mode that does not bring in the compiler: torch imports it (seconds) to keep it out of the mode's own code."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def generate(
     probable ones. The model runs in eval mode and gets its mode back.
     """
     if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise ConfigurationError(f"generate(tokens=...) has the shape {tuple(tokens.shape)}, expected (batch, length) with a token at least")
+        raise ConfigurationError(f"generate(tokens=...) has the shape {tuple(tokens.shape)}, expected (batch, length), length >= 1")
     if temperature < 0 or (top_k is not None and top_k < 1):
         raise ConfigurationError(f"generate(temperature={temperature}, top_k={top_k}): expected temperature >= 0 and top_k >= 1")
     was_training = {module: module.training for module in model.modules()}

@@ -47,7 +47,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of each part, in order."""
         loss = None
         if closure is not None:

@@ -31,7 +31,8 @@ class Piece:
         progress = (index - self.first + 1) / (self.end - self.first)
         if self.kind == "exponential":
             return self.start * (self.to / self.start) ** progress
-        # A line is a polynomial of power 1.
+        if self.kind == "linear":
+            return self.start + (self.to - self.start) * progress
         left = (1 + math.cos(math.pi * progress)) / 2 if self.kind == "cosine" else (1 - progress) ** self.power
         return self.to + (self.start - self.to) * left
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trainer_kit.exceptions import ConfigurationError, nearest
 from trainer_kit.optim.provider import NamedParameters
@@ -26,6 +26,12 @@ class ParameterGroup(Settings):
     pattern: str = Field(min_length=1)
     lr: float | None = Field(default=None, ge=0)
     weight_decay: float | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _check_effect(self) -> ParameterGroup:
+        if self.lr is None and self.weight_decay is None:
+            raise ConfigurationError(f"the group of {self.pattern!r} sets nothing; give it lr= or weight_decay=")
+        return self
 
 
 def matching(pattern: str, names: Sequence[str], argument: str) -> set[str]:

@@ -7,6 +7,7 @@ Decided once, when the optimizer is built.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
@@ -29,7 +30,7 @@ def kernel_arguments(kernel: Kernel, optimizer: type[torch.optim.Optimizer], par
     return {"foreach": kernel == "foreach", "fused": False}
 
 
-def _obstacle(optimizer: type[torch.optim.Optimizer], parameters: NamedParameters) -> str | None:
+def _obstacle(optimizer: Callable[..., torch.optim.Optimizer], parameters: NamedParameters) -> str | None:
     """Why no fused kernel can take these parameters, or None."""
     devices = {parameter.device.type for _, parameter in parameters}
     if len(devices) > 1:
@@ -43,13 +44,13 @@ def _obstacle(optimizer: type[torch.optim.Optimizer], parameters: NamedParameter
 
 
 @cache
-def _has_fused(optimizer: type[torch.optim.Optimizer], device_type: str, dtype: torch.dtype) -> bool:
+def _has_fused(optimizer: Callable[..., torch.optim.Optimizer], device_type: str, dtype: torch.dtype) -> bool:
     if device_type == "meta":
         return False
     probe = torch.nn.Parameter(torch.zeros(1, device=device_type, dtype=dtype))
     probe.grad = torch.zeros_like(probe)
     try:
-        optimizer([probe], lr=0.0, fused=True).step()  # type: ignore[call-arg]
+        optimizer([probe], lr=0.0, fused=True).step()
     except (RuntimeError, NotImplementedError, TypeError):  # what torch raises for a device, dtype or class without one
         return False
     return True

@@ -151,6 +151,8 @@ def as_lr_scheduler_provider(value: Any) -> LRSchedulerProvider | None:
     """A provider from None, a provider such as `Piecewise`, or a callable that makes a torch LRScheduler."""
     if value is None or isinstance(value, LRSchedulerProvider):
         return value
+    if isinstance(value, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        checked_scheduler(value)
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         kind = type(value).__name__
         raise ConfigurationError(

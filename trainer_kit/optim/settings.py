@@ -28,7 +28,7 @@ class SettingsError(ConfigurationError):
 class Settings(BaseModel):
     """Settings that never change after construction."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, arbitrary_types_allowed=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def __init__(self, **data: Any) -> None:
         try:

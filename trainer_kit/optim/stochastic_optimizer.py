@@ -43,15 +43,19 @@ class _Item:
         if self.parameter.numel() <= num_elements or not all(tensor.is_contiguous() for tensor in tensors):
             yield self
             return
-        for index, parts in enumerate(zip(*(tensor.view(-1).split(num_elements) for tensor in tensors), strict=True)):
-            yield _Item(*parts, self.step, f"{self.name}/{index}")
+        parts = zip(*(tensor.view(-1).split(num_elements) for tensor in tensors), strict=True)
+        for index, (parameter, gradient, exp_avg, exp_avg_sq) in enumerate(parts):
+            yield _Item(parameter, gradient, exp_avg, exp_avg_sq, self.step, f"{self.name}/{index}")
 
 
 class StochasticRoundingAdamW(torch.optim.Optimizer):
     """params: as for torch; names (pairs of name and parameter) key the noise, else the position does.
 
     state_dtype: of the two moments; None: float32, or float64 for float64 parameters.
+    accepts_fp32_gradients: the gradient of a bfloat16 parameter may be float32, so that nothing is lost when it accumulates.
     """
+
+    accepts_fp32_gradients = True
 
     def __init__(
         self,
@@ -73,7 +77,7 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
         return {**super().__getstate__(), "_state_dtype": self._state_dtype, "_seed": self._seed, "_generators": {}}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; the gradient may be float32 or have the parameter's dtype."""
         loss = None
         if closure is not None:

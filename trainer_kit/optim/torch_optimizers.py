@@ -5,7 +5,7 @@ Only settings live here; grouping is in `groups.py`, kernels in `kernels.py`. Th
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -31,6 +31,13 @@ class GroupedSettings(Settings, OptimizerProvider):
     no_decay: tuple[str, ...] = ()
     decay_vectors: bool = False
     groups: tuple[ParameterGroup, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_decay(self) -> Self:
+        if self.weight_decay == 0 and (self.no_decay or self.decay_vectors):
+            setting = "no_decay" if self.no_decay else "decay_vectors"
+            raise ConfigurationError(f"{setting}= has no effect with weight_decay=0; set weight_decay= or leave it out")
+        return self
 
     def param_groups(self, parameters: NamedParameters) -> list[dict[str, Any]]:
         """The parameters in torch's groups, each with its name, lr and weight decay."""

@@ -15,6 +15,7 @@ import torch
 from trainer_kit.exceptions import ConfigurationError, ModelError
 from trainer_kit.mesh.context import AddedLoss
 from trainer_kit.task import ForwardInputs, Loss, Weight
+from trainer_kit.torch_private import read_cpu_scalar
 
 MAIN = ""  # the name of the only term of a task that returns one loss
 
@@ -37,8 +38,9 @@ class DeclaredWeights:
     """The weights that a task declared for the microbatches of a pack, and their totals by term."""
 
     def __init__(self, inputs: Sequence[ForwardInputs]) -> None:
-        self._weights = [given.weight for given in inputs]
+        self._weights = [_declared(given.weight) for given in inputs]
         self.totals: dict[str, Weight] = {}
+        self.assumed = False  # whether a loss came without any weight, and counted 1
         kinds = {"none" if w is None else "mapping" if isinstance(w, Mapping) else "weight" for w in self._weights}
         if len(kinds) > 1:
             raise ConfigurationError("ForwardInputs.weight is given for some microbatches of a pack and not, or otherwise, for others; declare it the same way in all")
@@ -46,7 +48,7 @@ class DeclaredWeights:
         for weight in self._weights:
             for name, value in weight.items() if isinstance(weight, Mapping) else [(MAIN, weight)]:
                 if value is not None:
-                    self.totals[name] = self.totals.get(name, 0) + _checked(value, name)
+                    self.totals[name] = self.totals.get(name, 0) + value
 
     def all_zero(self, index: int) -> bool:
         """Whether the host knows that nothing in this microbatch counts."""
@@ -61,9 +63,9 @@ class DeclaredWeights:
         if self.kind == "mapping":
             terms = self._with_own_weights(index, returned)
         elif isinstance(returned, Mapping):
-            terms = _sharing_one_weight(returned, declared)
+            terms = self._sharing_one_weight(returned, declared)
         else:
-            loss, weight = _unpack(returned, declared)
+            loss, weight = self._unpack(returned, declared)
             terms = [Term(MAIN, loss, weight, weight)]
         for extra in added:
             weight = declared.get(extra.name, terms[0].weight) if isinstance(declared, Mapping) else terms[0].weight
@@ -96,6 +98,32 @@ class DeclaredWeights:
             return weight * wanted / torch.where(mine == 0, 1, mine)
         return weight * wanted / mine if mine else 0.0
 
+    def _sharing_one_weight(self, returned: Mapping[str, Any], declared: Weight | None) -> list[Term]:
+        if not returned:
+            raise ConfigurationError("compute_loss returned an empty mapping, expected at least one loss")
+        (first, main), *rest = returned.items()
+        loss, weight = self._unpack(main, declared)
+        terms = [Term(first, loss, weight, weight)]
+        for name, value in rest:
+            if isinstance(value, Loss):
+                if value.weight is not None:
+                    raise ConfigurationError(
+                        f"the loss term {name!r} brings a weight of its own; its total over the pack must be known before the first backward: "
+                        "declare one weight per term as a mapping in ForwardInputs.weight"
+                    )
+                value = value.loss
+            terms.append(Term(name, value, weight, weight))
+        return terms
+
+    def _unpack(self, returned: Any, declared: Weight | None) -> tuple[torch.Tensor, Weight]:
+        loss, weight = (returned.loss, returned.weight) if isinstance(returned, Loss) else (returned, None)
+        if weight is None and declared is None:
+            self.assumed = True
+            return loss, 1.0
+        if weight is not None and declared is not None:
+            raise ConfigurationError("the weight is declared in ForwardInputs.weight and returned in Loss; give it once")
+        return loss, _checked(weight, MAIN) if weight is not None else declared  # type: ignore[return-value]
+
     def divisor(self, main: str) -> Weight:
         """The total weight of the main term; 1 where it has none but another term counts."""
         total = self.totals[main]
@@ -105,32 +133,10 @@ class DeclaredWeights:
         return total if total or not others else 1.0
 
 
-def _sharing_one_weight(returned: Mapping[str, Any], declared: Weight | None) -> list[Term]:
-    if not returned:
-        raise ConfigurationError("compute_loss returned an empty mapping, expected at least one loss")
-    (first, main), *rest = returned.items()
-    loss, weight = _unpack(main, declared)
-    terms = [Term(first, loss, weight, weight)]
-    for name, value in rest:
-        if isinstance(value, Loss):
-            if value.weight is not None:
-                raise ConfigurationError(
-                    f"the loss term {name!r} brings a weight of its own; its total over the pack must be known before the first backward: "
-                    "declare one weight per term as a mapping in ForwardInputs.weight"
-                )
-            value = value.loss
-        terms.append(Term(name, value, weight, weight))
-    return terms
-
-
-def _unpack(returned: Any, declared: Weight | None) -> tuple[torch.Tensor, Weight]:
-    if not isinstance(returned, Loss):
-        return returned, 1.0 if declared is None else declared
-    if returned.weight is None:
-        return returned.loss, 1.0 if declared is None else declared
-    if declared is not None:
-        raise ConfigurationError("the weight is declared in ForwardInputs.weight and returned in Loss; give it once")
-    return returned.loss, _checked(returned.weight, MAIN)
+def _declared(weight: Weight | Mapping[str, Weight] | None) -> Weight | Mapping[str, Weight] | None:
+    if isinstance(weight, Mapping):
+        return {name: _checked(value, name) for name, value in weight.items()}
+    return None if weight is None else _checked(weight, MAIN)
 
 
 def _checked(weight: Weight, name: str) -> Weight:
@@ -138,7 +144,9 @@ def _checked(weight: Weight, name: str) -> Weight:
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise ConfigurationError(f"the weight{where} has shape {tuple(weight.shape)}, expected a number or one element")
-        return weight.detach().reshape(())
+        if weight.device.type != "cpu":
+            return weight.detach().reshape(())
+        weight = read_cpu_scalar(weight)  # on a CPU there is nothing to wait for, and a weight of 0 is known before the backward
     if not 0 <= weight < float("inf"):
         raise ConfigurationError(f"the weight{where} is {weight}, expected a finite number that is not negative")
     return weight

@@ -84,7 +84,7 @@ class SequentialRunner:
         self._autocast = autocast
         self._metrics = metrics or {}
         self._starts: dict[tuple[float, torch.dtype], torch.Tensor] = {}
-        self._sizes_checked = False
+        self._sizes_warned = False
 
     def run_pack(self, microbatches: Sequence[Any], *, record: bool, on_microbatch: Callable[[int, torch.Tensor | None], None] | None = None) -> PackResult:
         """Forward and backward of every microbatch; gradients accumulate, undivided.
@@ -107,8 +107,8 @@ class SequentialRunner:
             if on_microbatch is not None:
                 on_microbatch(index, terms[0].loss.detach() if terms else None)
         if declared.kind == "none":
-            if not self._sizes_checked and len(inputs) > 1:
-                self._check_sizes(microbatches, result)
+            if declared.assumed and len(inputs) > 1 and not self._sizes_warned:
+                self._warn_of_sizes(microbatches)
         elif declared.kind == "weight":
             result.weight = declared.totals[MAIN]
         else:
@@ -146,15 +146,15 @@ class SequentialRunner:
             kept = self._starts[key] = torch.full_like(loss, float(start), requires_grad=False)
         return kept
 
-    def _check_sizes(self, microbatches: Sequence[Any], result: PackResult) -> None:
+    def _warn_of_sizes(self, microbatches: Sequence[Any]) -> None:
         sizes = [batch_size(microbatch) for microbatch in microbatches]
-        if result.weight == len(sizes) and len(set(sizes)) > 1:
+        if len(set(sizes)) > 1:
+            self._sizes_warned = True
             warnings.warn(
                 f"the microbatches of a step have {sizes} samples but each counts 1, because the task declares no weight; "
                 "set weight= of ForwardInputs, or return Loss(loss, weight), to make the loss the mean over samples",
                 stacklevel=2,
             )
-            self._sizes_checked = True
 
 
 def evaluate_microbatch(

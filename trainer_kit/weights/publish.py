@@ -107,9 +107,8 @@ def _keep_old_shards(folder: Folder, new: Sequence[str]) -> None:
 
 
 def _copy(folder: Folder, name: str, copy: str) -> None:
-    folder.remove(copy)
     if folder.is_local:
-        with contextlib.suppress(OSError):  # a file system without hard links: copy the bytes below
+        with contextlib.suppress(OSError):  # no hard links here, or a killed attempt left one: copy the bytes below
             os.link(folder.path(name), folder.path(copy))
             return
     with folder.open(name) as source:

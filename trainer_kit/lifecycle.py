@@ -1,0 +1,68 @@
+"""What happens around the steps of one fit, whatever ends it: everything opened is closed once, and the first error surfaces unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from trainer_kit import events
+from trainer_kit.callback import Dispatcher
+from trainer_kit.checkpoint import CheckpointSaver
+from trainer_kit.random_state import RandomStreams
+from trainer_kit.run_state import Requests, RunState
+
+
+@dataclass
+class FitLifecycle:
+    """Guards one fit. `closers` are called at its end, each once."""
+
+    run: RunState
+    dispatcher: Dispatcher
+    requests: Requests
+    random: RandomStreams
+    saver: CheckpointSaver
+    closers: Sequence[Callable[[], None]]
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The block is the fit. After it, in order or not: streams given back, everything closed, `on_exception` told."""
+        error: BaseException | None = None
+        self.run.phase, self.run.stop_reason, self.run.stop_raising = "between steps", None, None
+        try:
+            self.random.enter()
+            yield
+        except BaseException as caught:
+            error = caught
+            self._tell(caught)
+            raise
+        finally:
+            self.run.phase = "idle"
+            self.random.leave()
+            try:
+                self._close_all(error)
+            finally:
+                error = None  # a frame that holds its own exception would keep the model alive
+        if self.run.stop_raising is not None:
+            raising, self.run.stop_raising = self.run.stop_raising, None
+            raise raising
+
+    def _tell(self, error: BaseException) -> None:
+        self.requests.clear()
+        try:
+            self.dispatcher.emit(events.RunException, exception=error)
+        except Exception as second:
+            error.add_note(f"besides, an on_exception handler failed: {type(second).__name__}: {second}")
+
+    def _close_all(self, error: BaseException | None) -> None:
+        first: BaseException | None = error
+        for close in (lambda: self.saver.close(error), *self.closers):
+            try:
+                close()
+            except Exception as failure:
+                if first is None:
+                    first = failure
+                else:
+                    first.add_note(f"besides, closing failed: {type(failure).__name__}: {failure}")
+        if error is None and first is not None:
+            raise first
