@@ -256,7 +256,10 @@ class PredictEnd(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunException(Event):
-    """The error that ends the run; it is raised unchanged afterwards. The method is `on_exception`."""
+    """The error that ends a fit, or an evaluation or prediction outside of one; it is raised unchanged afterwards.
+
+    The method is `on_exception`.
+    """
 
     exception: BaseException
 

@@ -59,7 +59,7 @@ class FitLifecycle:
         for close in (lambda: self.saver.close(error), *self.closers):
             try:
                 close()
-            except Exception as failure:
+            except BaseException as failure:  # Ctrl-C too: the others must still be closed
                 if first is None:
                     first = failure
                 else:

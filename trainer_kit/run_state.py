@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -75,3 +76,15 @@ class Requests:
     def clear(self) -> None:
         """Forget what is pending, after an error."""
         self._pending.clear()
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The bound method without keeping its object alive. Calling it after the object is gone is an error."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = reference()
+        assert bound is not None, "called after its object was gone"
+        return bound(*args, **kwargs)
+
+    return call

@@ -34,7 +34,7 @@ from trainer_kit.optim import as_lr_scheduler_provider, as_optimizer_provider
 from trainer_kit.parameters import ParameterTable
 from trainer_kit.random_state import RandomStreams, forked
 from trainer_kit.records import History, Records, Value
-from trainer_kit.run_state import Requests, RunState
+from trainer_kit.run_state import Requests, RunState, weakly
 from trainer_kit.task import Task
 from trainer_kit.weights import StateMapper, write_model_state
 from trainer_kit.weights.export import mapped_items
@@ -85,9 +85,10 @@ class Trainer:
         )
         self._run = RunState(total_steps=self.config.total_steps)
         self.history = History()
-        self._records = Records(self._deliver, log_every=self.config.log_every, log_delay=self.config.log_delay)
+        # The parts know the trainer weakly, so that a model is free as soon as its trainer is.
+        self._records = Records(weakly(self._deliver), log_every=self.config.log_every, log_delay=self.config.log_delay)
         self._saver = CheckpointSaver()
-        self._requests = Requests(self.evaluate, self._save, self._saver.poll)
+        self._requests = Requests(weakly(self.evaluate), weakly(self._save), self._saver.poll)
         self._context: DistributedContext | None = None
         self._model: assembly.BuiltModel | None = None
         self._loop: loop.TrainingLoop | None = None
@@ -309,11 +310,14 @@ class Trainer:
         self._saver.wait()
 
     def stop(self, reason: str, raising: BaseException | None = None) -> None:
-        """End the run at the next step boundary, with the normal end events; `fit` then raises `raising`, if given. The first call counts."""
+        """End the run at the next step boundary, with the normal end events; `fit` then raises `raising`, if given.
+
+        The first reason counts, and the first `raising`.
+        """
         if self._run.phase == "idle":
             raise StateError("stop() outside of fit() has no meaning")
-        if self._run.stop_reason is None:
-            self._run.stop_reason, self._run.stop_raising = reason, raising
+        self._run.stop_reason = self._run.stop_reason or reason
+        self._run.stop_raising = self._run.stop_raising or raising
 
     def log(self, name: str, value: Value) -> None:
         """Record a number or one-element tensor under a name; it joins the next record. Never waits for the device."""
@@ -372,6 +376,10 @@ class Trainer:
         before, self._run.phase = self._run.phase, phase
         try:
             yield
+        except BaseException as error:
+            if before == "idle":  # inside a fit, the fit tells it
+                self._dispatcher.emit(events.RunException, exception=error)
+            raise
         finally:
             self._run.phase = before
 

@@ -30,6 +30,7 @@ class DeviceTransfer:
         self._device = device
         has_streams = hasattr(torch.get_device_module(device), "Stream") if device.type != "meta" else False
         self._pins = pin_memory and has_streams
+        self._non_blocking = has_streams
         self._side_stream = torch.Stream(device=device) if ahead and has_streams else None
 
     def start(self, microbatches: list[Any]) -> Copy:
@@ -54,7 +55,7 @@ class DeviceTransfer:
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._pins and tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_pinned():
             tensor = tensor.pin_memory()
-        return tensor.to(self._device, non_blocking=True)
+        return tensor.to(self._device, non_blocking=self._non_blocking)
 
     def _move_object(self, movable: Any) -> Any:
         return movable.to(self._device)

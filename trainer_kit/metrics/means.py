@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from trainer_kit.metrics.metric import Metric, Number, Reduction
+from trainer_kit.metrics.metric import Metric, Number, Reduction, times, total
 
 
 class Mean(Metric):
@@ -22,8 +22,8 @@ class Mean(Metric):
         """Add all elements of `values`, a tensor of any shape or a number."""
         wide = self.widen(values)
         if wide.numel():
-            self.accumulate("total", wide.sum())
-            self.accumulate("count", self.constant(wide.numel(), like=wide))
+            self.accumulate("total", total(wide))
+            self.accumulate("count", wide.numel())
 
     def _compute(self) -> torch.Tensor:
         return self.state("total") / self.state("count")
@@ -39,15 +39,16 @@ class WeightedMean(Metric):
 
         A value of weight 0 counts as nothing, also when it is nan: the mean loss of a microbatch without a target.
         """
-        value, weight = torch.broadcast_tensors(self.widen(values), self._weight(values, weights))
-        if value.numel():
-            self.accumulate("total", torch.where(weight == 0, 0, value * weight).sum())
-            self.accumulate("weight", weight.sum())
-
-    def _weight(self, values: Number, weights: Number) -> torch.Tensor:
-        if isinstance(weights, torch.Tensor) or not isinstance(values, torch.Tensor):
-            return self.widen(weights)
-        return self.constant(weights, like=values, dtype=torch.float64 if isinstance(weights, float) else torch.int64)
+        wide = self.widen(values)
+        if isinstance(weights, torch.Tensor):
+            value, weight = torch.broadcast_tensors(wide, self.widen(weights))
+            if value.numel():
+                self.accumulate("total", torch.where(weight == 0, 0, value * weight).sum())
+                self.accumulate("weight", weight.sum())
+        elif weights and wide.numel():
+            # The loop's path, once per microbatch: a host weight needs no tensor of its own.
+            self.accumulate("total", times(total(wide), weights))
+            self.accumulate("weight", weights * wide.numel())
 
     def _compute(self) -> torch.Tensor:
         return self.state("total") / self.state("weight")

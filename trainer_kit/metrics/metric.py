@@ -59,26 +59,25 @@ class Metric:
         """One state; there is one only after an update."""
         return self._states[name]
 
-    def accumulate(self, name: str, value: torch.Tensor) -> None:
-        """Combine a zero-dim value with the state of that name."""
+    def accumulate(self, name: str, value: Number) -> None:
+        """Combine a zero-dim value, wide already, or a host number with the state of that name."""
         known = self._states.get(name)
+        if not isinstance(value, torch.Tensor) and (known is None or not _keeps_digits(known, value)):
+            value = self.widen(value)
         # A new tensor each time: what `state_dict` handed out earlier must not change with later updates.
-        self._states[name] = value if known is None else _COMBINE[self.reductions[name]](known, value)
+        combined = value if known is None else _COMBINE[self.reductions[name]](known, value)
+        assert isinstance(combined, torch.Tensor)
+        self._states[name] = combined
 
     def widen(self, value: Number) -> torch.Tensor:
         """The value detached and as float64 or int64, on its device; a host number on the device of the states."""
         if not isinstance(value, torch.Tensor):
-            dtype = torch.float64 if isinstance(value, float) else torch.int64
-            return self.constant(value, next(iter(self._states.values())) if self._states else None, dtype)
-        value = value.detach()
+            device = next(iter(self._states.values())).device if self._states else torch.device("cpu")
+            # Filled where it is needed: a copy from the host would wait for the device.
+            return torch.full((), value, dtype=_widest(device) if isinstance(value, float) else torch.int64, device=device)
         if value.is_complex():
             raise ConfigurationError(f"{type(self).__name__}.update got complex values, expected real ones; pass their absolute value")
-        return value.to(_widest(value.device) if value.is_floating_point() else torch.int64)
-
-    def constant(self, value: float, like: torch.Tensor | None = None, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """A host number as a zero-dim tensor where `like` is, filled there: a copy from the host would wait for the device."""
-        device = torch.device("cpu") if like is None else like.device
-        return torch.full((), value, dtype=_widest(device) if dtype == torch.float64 else dtype, device=device)
+        return value.detach().to(_widest(value.device) if value.is_floating_point() else torch.int64)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The states; empty without an update. The tensors stay as they are when the metric goes on."""
@@ -96,6 +95,21 @@ class Metric:
 
 def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+
+
+def _keeps_digits(tensor: torch.Tensor, number: float | int) -> bool:
+    """Whether torch combines them in the tensor's dtype: an integer tensor and a float would meet in float32."""
+    return isinstance(number, int) or tensor.is_floating_point()
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """The sum of wide values; a single one is that already."""
+    return values.sum() if values.dim() else values.clone()
+
+
+def times(value: torch.Tensor, number: float | int) -> torch.Tensor:
+    """A wide value times a host number, without losing digits."""
+    return (value if _keeps_digits(value, number) else value.to(_widest(value.device))) * number
 
 
 def check_metric(name: str, value: object) -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from trainer_kit.metrics.metric import Metric, Number, Reduction
+from trainer_kit.metrics.metric import Metric, Number, Reduction, total
 
 
 class _Total(Metric):
@@ -34,7 +34,7 @@ class Sum(_Total):
     reductions: ClassVar[dict[str, Reduction]] = {"value": "sum"}
 
     def _fold(self, values: torch.Tensor) -> torch.Tensor:
-        return values.sum()
+        return total(values)
 
 
 class Max(_Total):
