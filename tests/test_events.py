@@ -91,7 +91,9 @@ def test_the_log_of_a_resume(tmp_path):
     data = [t(1), t(2), t(3)]
     quiet_trainer(Scalar(), MeanTask(), data, callbacks=[Checkpoint(tmp_path, every=2)], total_steps=2).fit()
     log: list[str] = []
-    quiet_trainer(Scalar(), MeanTask(), data, callbacks=[listener(log), Checkpoint(tmp_path, every=100, asynchronous=False)], total_steps=3).fit()
+    quiet_trainer(
+        Scalar(), MeanTask(), data, callbacks=[listener(log), Checkpoint(tmp_path, every=100, asynchronous=False)], total_steps=3
+    ).fit()
     start = ["checkpoint_loaded", "fit_start", "epoch_start", *STEP]
     assert log[len(BUILD) :] == [*start, "metrics", "checkpoint_start", "checkpoint_saved", "epoch_end", "fit_end", "close"]
 

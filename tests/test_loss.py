@@ -22,7 +22,9 @@ def run(packs: list[list[torch.Tensor]], weigh: str = "declared", **settings):
     flat = [microbatch for pack in packs for microbatch in pack]
     sizes = {len(pack) for pack in packs}
     (accumulate,) = sizes if len(sizes) == 1 else (max(sizes),)
-    trainer = quiet_trainer(Scalar(0.0), MeanTask(weigh), flat, callbacks=[seen], accumulate=accumulate, log_every=1, log_delay=0, **settings)
+    trainer = quiet_trainer(
+        Scalar(0.0), MeanTask(weigh), flat, callbacks=[seen], accumulate=accumulate, log_every=1, log_delay=0, **settings
+    )
     trainer.fit()
     return [float(g["w"]) for g in seen.seen], trainer
 
@@ -60,9 +62,7 @@ def test_an_empty_microbatch_adds_nothing_even_if_its_loss_is_nan(weigh):
 @pytest.mark.parametrize("weigh", ["declared", "returned"])
 def test_a_pack_of_weight_zero_updates_nothing_and_is_reported(weigh, caplog):
     """B07: parameters bitwise unchanged, momentum too; the step is counted and reported."""
-    trainer = quiet_trainer(
-        Scalar(1.0), MeanTask(weigh), [t(), t()], accumulate=2, optimizer=sgd(momentum=0.9, weight_decay=0.1)
-    )
+    trainer = quiet_trainer(Scalar(1.0), MeanTask(weigh), [t(), t()], accumulate=2, optimizer=sgd(momentum=0.9, weight_decay=0.1))
     trainer.fit()
     assert trainer.model.w.item() == 1.0 and trainer.step == 1
     assert "weight of its pack is 0" in caplog.text

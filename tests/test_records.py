@@ -119,7 +119,9 @@ def test_records_arrive_late_under_their_own_step():
             seen.append((event.trainer.step, event.step, event.values["train/loss"]))
 
     data = [t(float(i)) for i in range(6)]
-    quiet_trainer(Scalar(1.0), MeanTask(), data, callbacks=[Look()], log_every=1, log_delay=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.0)).fit()
+    quiet_trainer(
+        Scalar(1.0), MeanTask(), data, callbacks=[Look()], log_every=1, log_delay=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.0)
+    ).fit()
     assert seen == [(3, 1, 0.0), (4, 2, 1.0), (5, 3, 2.0), (6, 4, 3.0), (6, 5, 4.0), (6, 6, 5.0)]
 
 

@@ -133,7 +133,9 @@ def build_loop(
         stream=stream,
         runner=SequentialRunner(model.call, recipe.task, context, autocast=model.autocast, metrics=metrics),
         gradients=gradients,
-        guard=NonFiniteGuard(gradients, optimizer, config.nonfinite, device=context.device, deferred=context.device.type != "cpu", delay=config.log_delay),
+        guard=NonFiniteGuard(
+            gradients, optimizer, config.nonfinite, device=context.device, deferred=context.device.type != "cpu", delay=config.log_delay
+        ),
         optimizer=optimizer,
         lr_scheduler=build_schedule(recipe, optimizer, schedule_steps),
         records=records,

@@ -132,7 +132,7 @@ class Dispatcher:
         """Build the record and call the handlers, if there are any."""
         handlers = self._handlers[event_type]
         if handlers:
-            event = event_type(trainer=self._trainer(), **fields)
+            event = event_type(trainer=self._trainer(), **fields)  # type: ignore[arg-type]  # it lives while its events are sent
             for handler in handlers:
                 handler(event)
 

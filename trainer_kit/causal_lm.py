@@ -35,7 +35,7 @@ class CausalLMTask(Task):
 
     def build_forward_inputs(self, batch: Any) -> ForwardInputs:
         if isinstance(batch, torch.Tensor):
-            tokens, labels, inputs = batch, batch, batch
+            tokens, labels, inputs = batch, batch, batch  # type: tuple[torch.Tensor, torch.Tensor, Any]
         elif isinstance(batch, Mapping) and "input_ids" in batch:
             tokens = batch["input_ids"]
             labels = batch.get("labels", tokens)

@@ -143,7 +143,11 @@ def make_config(config: TrainerConfig | Mapping[str, Any] | None, settings: Mapp
         name = ".".join(str(part) for part in first["loc"][:1])
         raise ConfigurationError(f"Trainer({name}={first['input']!r}): {first['msg']}") from None
     if made.checkpoint_trainable_only and made.source_model is None:
-        raise ConfigurationError("checkpoint_trainable_only=True leaves the frozen weights out of checkpoints, so source_model= must say where they come from")
+        raise ConfigurationError(
+            "checkpoint_trainable_only=True leaves the frozen weights out of checkpoints, so source_model= must say where they come from"
+        )
     if made.grad_dtype == "bf16" and made.precision != "bf16":
-        raise ConfigurationError(f"grad_dtype='bf16' would lose gradient bits under precision={made.precision!r}; use precision='bf16' or leave grad_dtype out")
+        raise ConfigurationError(
+            f"grad_dtype='bf16' would lose gradient bits under precision={made.precision!r}; use precision='bf16' or leave grad_dtype out"
+        )
     return made

@@ -39,13 +39,16 @@ class Description:
 
     def short(self) -> str:
         """The main facts, in a few lines."""
-        return "\n".join(f"{title}: " + ", ".join(f"{name} {value}" for name, value in self.sections[title]) for title in ("model", "batch", "run"))
+        return "\n".join(
+            f"{title}: " + ", ".join(f"{name} {value}" for name, value in self.sections[title]) for title in ("model", "batch", "run")
+        )
 
     def _repr_html_(self) -> str:
         parts = []
         for title, rows in self.sections.items():
             body = "".join(
-                f"<tr><td style='text-align:left'>{html.escape(name)}</td><td style='text-align:left'>{html.escape(value)}</td></tr>" for name, value in rows
+                f"<tr><td style='text-align:left'>{html.escape(name)}</td><td style='text-align:left'>{html.escape(value)}</td></tr>"
+                for name, value in rows
             )
             parts.append(f"<details open><summary><b>{html.escape(title)}</b></summary><table>{body}</table></details>")
         return "<div>" + "".join(parts) + "</div>"
@@ -54,7 +57,9 @@ class Description:
 def describe(trainer: Trainer) -> Description:
     """The description of a trainer; builds it if that is still to be done."""
     trainer.build()
-    return Description({"model": _model(trainer), "batch": _batch(trainer), "run": _run(trainer), "mesh": _mesh(trainer), "events": _events(trainer)})
+    return Description(
+        {"model": _model(trainer), "batch": _batch(trainer), "run": _run(trainer), "mesh": _mesh(trainer), "events": _events(trainer)}
+    )
 
 
 def _model(trainer: Trainer) -> Rows:
@@ -68,7 +73,11 @@ def _model(trainer: Trainer) -> Rows:
 
 
 def _batch(trainer: Trainer) -> Rows:
-    return [(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value)) for name, value in trainer.data.describe().items() if value is not None]
+    return [
+        (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
+        for name, value in trainer.data.describe().items()
+        if value is not None
+    ]
 
 
 def _run(trainer: Trainer) -> Rows:

@@ -24,7 +24,11 @@ def _deterministic(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark)
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
     # cuBLAS reads this when its first handle is made; without it deterministic mode refuses matrix products.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -54,7 +58,9 @@ def _host_sync_errors(wanted: bool, device: torch.device) -> Iterator[None]:
 def check_host_sync_support(wanted: bool, device: torch.device) -> None:
     """Raise ConfigurationError where the device cannot tell host synchronisations."""
     if wanted and device.type != "cuda":
-        raise ConfigurationError(f"detect_host_syncs=True needs CUDA, which reports its synchronisations; the run is on {device}; leave it out")
+        raise ConfigurationError(
+            f"detect_host_syncs=True needs CUDA, which reports its synchronisations; the run is on {device}; leave it out"
+        )
 
 
 def make_autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[object]]:

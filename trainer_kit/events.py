@@ -38,7 +38,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ class Event:
     trainer: Trainer
 
 
-@cache
 def method_name(event_type: type[Event]) -> str:
     """The callback method of an event: `StepEnd` -> `on_step_end`."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", event_type.__name__).lower()

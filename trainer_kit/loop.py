@@ -20,7 +20,7 @@ from trainer_kit.gradients import Gradients, NonFiniteGuard
 from trainer_kit.mesh.context import DistributedContext
 from trainer_kit.metrics import Metric
 from trainer_kit.pipeline import PackResult, SequentialRunner
-from trainer_kit.pipeline.sequential import evaluate_microbatch
+from trainer_kit.pipeline.sequential import evaluate_microbatch, forward_inputs
 from trainer_kit.records import Records
 from trainer_kit.run_state import Requests, RunState
 from trainer_kit.task import Task
@@ -138,10 +138,12 @@ def evaluate(
     return {name: float(value) for name, value in values.items()}
 
 
-def predict(stream: DataStream, model: Callable[[Any, Any], Any], task: Task, context: DistributedContext, *, limit: int | None) -> Iterator[Any]:
+def predict(
+    stream: DataStream, model: Callable[[Any, Any], Any], task: Task, context: DistributedContext, *, limit: int | None
+) -> Iterator[Any]:
     """What `task.process_outputs` makes of each microbatch, in order."""
     for microbatch in _one_pass(stream, limit):
-        given = task.build_forward_inputs(microbatch)
+        given = forward_inputs(task, microbatch)
         outputs = model(given.inputs, given.shared)
         context.take_losses()
         yield task.process_outputs(outputs, given.state)

@@ -101,7 +101,9 @@ class Records:
         """Keep a number or one-element tensor for the next record; the last value of a name counts."""
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
-                raise ConfigurationError(f"log({name!r}, ...): found a tensor of shape {tuple(value.shape)}, expected one element; reduce it first")
+                raise ConfigurationError(
+                    f"log({name!r}, ...): found a tensor of shape {tuple(value.shape)}, expected one element; reduce it first"
+                )
             value = value.detach().clone()  # the caller may change the tensor before the record is read
         elif not isinstance(value, (float, int)) and not hasattr(value, "__float__"):
             raise ConfigurationError(f"log({name!r}, ...): found a {type(value).__name__}, expected a number or a one-element tensor")
@@ -134,7 +136,8 @@ class Records:
             self._deliver_one()
 
     def _deliver_one(self) -> None:
-        step, values = self._pending[0].step, {}
+        step = self._pending[0].step
+        values: dict[str, float] = {}
         while self._pending and self._pending[0].step == step:
             values |= self._pending.popleft().values()
         self._deliver(step, values)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing.connection
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 
 def flag_non_finite(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
@@ -15,7 +21,7 @@ def flag_non_finite(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones_like(flag))
 
 
-_CTYPES = {
+_CTYPES: dict[torch.dtype, Any] = {
     torch.float64: ctypes.c_double, torch.float32: ctypes.c_float, torch.bool: ctypes.c_bool, torch.uint8: ctypes.c_uint8,
     torch.int64: ctypes.c_int64, torch.int32: ctypes.c_int32, torch.int16: ctypes.c_int16, torch.int8: ctypes.c_int8,
 }  # fmt: skip
@@ -29,3 +35,28 @@ def read_cpu_scalar(tensor: torch.Tensor) -> float:
     if tensor.dtype not in _CTYPES:
         tensor = tensor.to(torch.float32)
     return float(_CTYPES[tensor.dtype].from_address(tensor.data_ptr()).value)
+
+
+def raise_for_dead_worker(iterator: Iterator[Any] | None, error: Exception) -> None:
+    """If a worker of this DataLoader iterator died, raise a RuntimeError that says so instead of `error`.
+
+    torch notices a death while it waits for data; while it receives some, only the broken connection shows.
+    """
+    workers = getattr(iterator, "_workers", [])
+    if not workers or not isinstance(error, (OSError, EOFError)):
+        return
+    multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1.0)
+    dead = [f"pid {worker.pid} with exit code {worker.exitcode}" for worker in workers if not worker.is_alive()]
+    if dead:
+        raise RuntimeError(f"a data worker died: {', '.join(dead)}. The usual cause is that it ran out of memory") from error
+
+
+def shut_down_loader(loader: DataLoader[Any], iterator: Iterator[Any]) -> None:
+    """End the workers of a DataLoader's iterator and wait for them; the loader starts new ones when it is iterated again.
+
+    torch does this when the iterator is collected, which the traceback of a caught error can put off for long.
+    """
+    if loader.num_workers:
+        iterator._shutdown_workers()  # type: ignore[attr-defined]
+        if loader._iterator is iterator:
+            loader._iterator = None

@@ -81,7 +81,13 @@ class Trainer:
         check_callbacks(listed)
         self._dispatcher = Dispatcher(listed, self)
         self._recipe = assembly.Recipe(
-            provider, task, source, None if optimizer is None else as_optimizer_provider(optimizer), lr_scheduler, self.callbacks, self.config
+            provider,
+            task,
+            source,
+            None if optimizer is None else as_optimizer_provider(optimizer),
+            lr_scheduler,
+            self.callbacks,
+            self.config,
         )
         self._run = RunState(total_steps=self.config.total_steps)
         self.history = History()
@@ -173,7 +179,8 @@ class Trainer:
     def hparams(self) -> dict[str, Any]:
         """The `hparams()` of the parts, by part."""
         recipe = self._recipe
-        parts = {"model": recipe.model_provider, "task": recipe.task, "data": recipe.data, "optimizer": recipe.optimizer_provider()}
+        parts: dict[str, Any] = {"model": recipe.model_provider, "task": recipe.task, "data": recipe.data}
+        parts["optimizer"] = recipe.optimizer_provider()
         return {name: part.hparams() for name, part in parts.items()}
 
     def _built(self) -> assembly.BuiltModel:
@@ -226,7 +233,13 @@ class Trainer:
                     schedule_steps=schedule_steps,
                 )
                 self._state = TrainingState(
-                    self._loop, self._model.table, random, self.callbacks, recipe.task, self._identity(), self.config.checkpoint_trainable_only
+                    self._loop,
+                    self._model.table,
+                    random,
+                    self.callbacks,
+                    recipe.task,
+                    self._identity(),
+                    self.config.checkpoint_trainable_only,
                 )
             emit(events.LRSchedulerReady)
         emit(events.BuildEnd, durations=durations.seconds)
@@ -256,7 +269,10 @@ class Trainer:
         self._set_length(total_steps)
         resumed = self._resume(resume)
         if self._run.total_steps is not None and self._run.step >= self._run.total_steps:
-            say(f"nothing to do: {self._run.step} of {self._run.total_steps} steps are finished; fit(total_steps=...) extends the run", self.context)
+            say(
+                f"nothing to do: {self._run.step} of {self._run.total_steps} steps are finished; fit(total_steps=...) extends the run",
+                self.context,
+            )
             return
         self._fit(resumed)
 
@@ -360,7 +376,8 @@ class Trainer:
 
     def predict(self, data: Any, *, task: Task | None = None, each: Callable[[Any], None] | None = None) -> list[Any]:
         """What `task.process_outputs` gives for each microbatch, in order, on the host. With `each` they go there instead, as they come."""
-        task, results = task or self.task, []
+        task = task or self.task
+        results: list[Any] = []
         with self._other_loop("prediction", "predict()", "call it after fit() or in on_fit_end"):
             self._dispatcher.emit(events.PredictStart)
             with self._forward_only(data) as stream:
@@ -404,11 +421,11 @@ class Trainer:
 
         path: the folder of the checkpoint; None: the next one of the Checkpoint callback.
         """
-        arguments = {"path": None if path is None else os.fspath(path), "asynchronous": False}
+        where = None if path is None else os.fspath(path)
         if self._run.phase == "step":
-            self._requests.add("save", arguments)
+            self._requests.add("save", {"path": where, "asynchronous": False})
         else:
-            self._save(**arguments)
+            self._save(where, asynchronous=False)
 
     def _save(self, path: str | None = None, asynchronous: bool | None = None) -> None:
         self.build()

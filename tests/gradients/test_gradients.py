@@ -113,7 +113,13 @@ def test_grad_dtype_works_with_an_optimizer_that_needs_the_parameters_dtype():
     """`grad_dtype="fp32"` with torch's SGD on bf16 parameters: summed in fp32, given to the update in bf16."""
     model = Scalar(1.0).bfloat16()
     trainer = quiet_trainer(
-        model, MeanTask("none"), [t(256).bfloat16()] + [t(0.5).bfloat16()] * 16, accumulate=17, precision="bf16", grad_dtype="fp32", total_steps=1
+        model,
+        MeanTask("none"),
+        [t(256).bfloat16()] + [t(0.5).bfloat16()] * 16,
+        accumulate=17,
+        precision="bf16",
+        grad_dtype="fp32",
+        total_steps=1,
     )
     trainer.fit()
     assert trainer.model.w.item() == torch.tensor(1 - 264 / 17).bfloat16().item()

@@ -58,6 +58,20 @@ def test_integers_and_floats_in_one_sum():
     assert float(total.compute()) == 3.5
 
 
+def test_host_numbers_keep_their_digits():
+    """An integer state and a float would meet in float32, torch's default."""
+    metric = WeightedMean()
+    metric.update(2**24 + 1, 1)
+    metric.update(torch.tensor(3, dtype=torch.int64), 0.1)
+    metric.update(torch.tensor(2**24 + 1), 1.1)
+    expected = ((2**24 + 1) * 2.1 + 0.3) / 2.2
+    assert float(metric.compute()) == pytest.approx(expected, rel=1e-15)
+    largest = Max()
+    largest.update(0.1)
+    largest.update(-5)
+    assert float(largest.compute()) == 0.1
+
+
 def test_weighted_mean_does_not_depend_on_the_cut():
     """Contract 2."""
     losses, weights = torch.tensor([1.0, 3.0, 5.0, 9.0]), torch.tensor([1, 3, 0, 4])
@@ -194,11 +208,14 @@ def test_no_graph_is_held(kind):
     assert not metric.compute().requires_grad
 
 
-def test_last_does_not_change_with_the_tensor_it_was_given():
-    metric, value = Last(), torch.tensor(1.0, dtype=torch.float64)
-    metric.update(value)
-    value.fill_(9.0)
-    assert float(metric.compute()) == 1.0
+@pytest.mark.parametrize("kind", [Sum, Mean, Max, Min, Last])
+def test_a_metric_does_not_change_with_the_tensor_it_was_given(kind):
+    metric = kind()
+    for _ in range(2):
+        value = torch.tensor([1.0], dtype=torch.float64)[0]
+        metric.update(value)
+        value.fill_(9.0)
+    assert float(metric.compute()) == (2.0 if kind is Sum else 1.0)
 
 
 @pytest.mark.parametrize("kind", ALL)

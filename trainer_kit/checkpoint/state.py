@@ -48,7 +48,12 @@ class TrainingState:
         loop, names = self.loop, self.table.names()
         return flatten_state(
             {
-                "progress": {"step": loop.run.step, "epoch": loop.run.epoch, "total_steps": loop.run.total_steps, "skipped": loop.guard.num_skipped},
+                "progress": {
+                    "step": loop.run.step,
+                    "epoch": loop.run.epoch,
+                    "total_steps": loop.run.total_steps,
+                    "skipped": loop.guard.num_skipped,
+                },
                 "model": self.table.tensors(trainable_only=self.trainable_only),
                 "optimizer": {
                     "tensors": optimizer_tensors(loop.optimizer, names),
@@ -107,7 +112,9 @@ class TrainingState:
         if "optimizer" in chosen:
             saved = found["optimizer"]
             names = self.table.names()
-            for remark in load_optimizer_state(loop.optimizer, names, saved["tensors"], saved["values"]) + load_group_values(loop.optimizer, saved["groups"]):
+            for remark in load_optimizer_state(loop.optimizer, names, saved["tensors"], saved["values"]) + load_group_values(
+                loop.optimizer, saved["groups"]
+            ):
                 logger.warning("resuming: %s", remark)
         if everything:
             progress = found["progress"]

@@ -19,8 +19,8 @@ from trainer_kit.data.epoch_reader import EpochReader, num_reads_with_own_stream
 from trainer_kit.data.pack import Pack
 from trainer_kit.data.provider import DataProvider
 from trainer_kit.data.randomness import fork_random
-from trainer_kit.data.workers import raise_for_dead_worker, shut_down_loader
 from trainer_kit.exceptions import ConfigurationError, StateError, UnsupportedError
+from trainer_kit.torch_private import raise_for_dead_worker, shut_down_loader
 
 if TYPE_CHECKING:
     from trainer_kit.mesh.context import DistributedContext

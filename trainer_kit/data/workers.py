@@ -7,7 +7,6 @@ Workers start with the platform's default method; what is spawned instead of for
 
 from __future__ import annotations
 
-import multiprocessing.connection
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,33 +15,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainer_kit.data.microbatches import Indices, MicrobatchReader
 from trainer_kit.data.randomness import seed_host
+from trainer_kit.torch_private import raise_for_dead_worker, shut_down_loader
 
 Key = tuple[int, Indices]
-
-
-def raise_for_dead_worker(iterator: Iterator[Any] | None, error: Exception) -> None:
-    """If a worker of this DataLoader iterator died, raise a RuntimeError that says so instead of `error`.
-
-    torch notices a death while it waits for data; while it receives some, only the broken connection shows.
-    """
-    workers = getattr(iterator, "_workers", [])
-    if not workers or not isinstance(error, (OSError, EOFError)):
-        return
-    multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1.0)
-    dead = [f"pid {worker.pid} with exit code {worker.exitcode}" for worker in workers if not worker.is_alive()]
-    if dead:
-        raise RuntimeError(f"a data worker died: {', '.join(dead)}. The usual cause is that it ran out of memory") from error
-
-
-def shut_down_loader(loader: DataLoader[Any], iterator: Iterator[Any]) -> None:
-    """End the workers of a DataLoader's iterator and wait for them; the loader starts new ones when it is iterated again.
-
-    torch does this when the iterator is collected, which the traceback of a caught error can put off for long.
-    """
-    if loader.num_workers:
-        iterator._shutdown_workers()  # type: ignore[attr-defined]
-        if loader._iterator is iterator:
-            loader._iterator = None
 
 
 class _KeyedReader(Dataset[Any]):

@@ -58,7 +58,7 @@ class Gradients:
         elif weight in (0, 1):
             return
         for group in self._groups:
-            torch._foreach_div_(group, weight)  # type: ignore[arg-type]
+            torch._foreach_div_(group, weight)
 
     def _check_layout(self) -> None:
         for row in self._rows:
@@ -88,7 +88,7 @@ class Gradients:
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply all gradients, and the norms that are known already."""
         for group in self._groups:
-            torch._foreach_mul_(group, factor.to(group[0].device) if isinstance(factor, torch.Tensor) else factor)  # type: ignore[arg-type]
+            torch._foreach_mul_(group, factor.to(group[0].device) if isinstance(factor, torch.Tensor) else factor)
         self._norms = {p: norm * factor for p, norm in self._norms.items()}
 
     def flag_non_finite(self, flag: torch.Tensor) -> None:

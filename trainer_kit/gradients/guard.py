@@ -88,7 +88,9 @@ class NonFiniteGuard:
     def _raise(self, step: int, norms: list[float], names: list[str]) -> None:
         bad = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
         first = f"the first parameter with one is {bad[0]!r} ({len(bad)} of {len(norms)} have one)" if bad else "only their norm overflows"
-        kept = "no parameter was changed by it" if self._fused or not self._deferred else "this optimizer has updated the parameters with it"
+        kept = (
+            "no parameter was changed by it" if self._fused or not self._deferred else "this optimizer has updated the parameters with it"
+        )
         raise NonFiniteError(
             f"step {step}: a gradient is inf or nan; {first}; {kept}, and nothing was saved since. Usual causes: a too high lr, a division "
             "by zero or a log of zero in the loss, broken samples. Look at the data of this step, lower lr, or set nonfinite='skip'"

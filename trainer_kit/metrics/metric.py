@@ -21,7 +21,7 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
     "max": torch.maximum,
     "min": torch.minimum,
-    "last": lambda _, new: new,
+    "last": lambda _, new: new.clone(),
 }
 
 
@@ -61,13 +61,13 @@ class Metric:
 
     def accumulate(self, name: str, value: Number) -> None:
         """Combine a zero-dim value, wide already, or a host number with the state of that name."""
-        known = self._states.get(name)
-        if not isinstance(value, torch.Tensor) and (known is None or not _keeps_digits(known, value)):
-            value = self.widen(value)
-        # A new tensor each time: what `state_dict` handed out earlier must not change with later updates.
-        combined = value if known is None else _COMBINE[self.reductions[name]](known, value)
-        assert isinstance(combined, torch.Tensor)
-        self._states[name] = combined
+        known, reduction = self._states.get(name), self.reductions[name]
+        # A new tensor each time: `state_dict` handed out the old one, and the caller may change the new one.
+        if known is not None and reduction == "sum" and not isinstance(value, torch.Tensor):
+            self._states[name] = plus(known, value)
+        else:
+            wide = value if isinstance(value, torch.Tensor) else self.widen(value)
+            self._states[name] = wide.clone() if known is None else _COMBINE[reduction](known, wide)
 
     def widen(self, value: Number) -> torch.Tensor:
         """The value detached and as float64 or int64, on its device; a host number on the device of the states."""
@@ -104,7 +104,12 @@ def _keeps_digits(tensor: torch.Tensor, number: float | int) -> bool:
 
 def total(values: torch.Tensor) -> torch.Tensor:
     """The sum of wide values; a single one is that already."""
-    return values.sum() if values.dim() else values.clone()
+    return values.sum() if values.dim() else values
+
+
+def plus(value: torch.Tensor, number: float | int) -> torch.Tensor:
+    """A wide value plus a host number, without losing digits."""
+    return (value if _keeps_digits(value, number) else value.to(_widest(value.device))) + number
 
 
 def times(value: torch.Tensor, number: float | int) -> torch.Tensor:

@@ -21,7 +21,11 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     def visit(module: nn.Module, prefix: str) -> None:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             classes = Counter(type(child) for child in module.children())
-            blocks = [(f"{prefix}{name}", child) for name, child in module.named_children() if classes[type(child)] > 1 and any(True for _ in child.children())]
+            blocks = [
+                (f"{prefix}{name}", child)
+                for name, child in module.named_children()
+                if classes[type(child)] > 1 and any(True for _ in child.children())
+            ]
             if blocks:
                 found.extend(blocks)
                 return
@@ -39,14 +43,18 @@ def checkpoint_activations(model: nn.Module, wanted: bool | Sequence[str]) -> li
     if wanted is True:
         chosen = repeated_blocks(model)
         if not chosen:
-            raise ConfigurationError("activation_checkpointing=True found no repeated blocks in the model; give name patterns of the modules to recompute")
+            raise ConfigurationError(
+                "activation_checkpointing=True found no repeated blocks in the model; give name patterns of the modules to recompute"
+            )
     else:
         chosen = [(name, module) for name, module in model.named_modules() if any(fnmatchcase(name, pattern) for pattern in wanted)]
         missed = [pattern for pattern in wanted if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules())]
         if missed:
-            raise ConfigurationError(f"activation_checkpointing={tuple(wanted)!r}: no module is named {missed[0]!r}; see model.named_modules() for the names")
+            raise ConfigurationError(
+                f"activation_checkpointing={tuple(wanted)!r}: no module is named {missed[0]!r}; see model.named_modules() for the names"
+            )
     for _, module in chosen:
-        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
     return [name for name, _ in chosen]
 
 

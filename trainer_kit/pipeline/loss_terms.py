@@ -34,119 +34,137 @@ class Term:
     coefficient: float = 1.0
 
 
-class DeclaredWeights:
-    """The weights that a task declared for the microbatches of a pack, and their totals by term."""
+def pack_weights(inputs: Sequence[ForwardInputs]) -> SharedWeights | TermWeights:
+    """The weights that a task declared for the microbatches of a pack."""
+    weights = [given.weight for given in inputs]
+    kinds = {"mapping" if isinstance(weight, Mapping) else type(weight) is type(None) for weight in weights}
+    if len(kinds) > 1:
+        raise ConfigurationError(
+            "ForwardInputs.weight is given for some microbatches of a pack and not, or otherwise, for others; declare it the same way in all"
+        )
+    if "mapping" in kinds:
+        return TermWeights([{name: checked_weight(w, name) for name, w in weight.items()} for weight in weights])  # type: ignore[union-attr]
+    return SharedWeights([None if weight is None else checked_weight(weight, MAIN) for weight in weights])  # type: ignore[arg-type]
 
-    def __init__(self, inputs: Sequence[ForwardInputs]) -> None:
-        self._weights = [_declared(given.weight) for given in inputs]
-        self.totals: dict[str, Weight] = {}
-        self.assumed = False  # whether a loss came without any weight, and counted 1
-        kinds = {"none" if w is None else "mapping" if isinstance(w, Mapping) else "weight" for w in self._weights}
-        if len(kinds) > 1:
-            raise ConfigurationError("ForwardInputs.weight is given for some microbatches of a pack and not, or otherwise, for others; declare it the same way in all")
-        self.kind = kinds.pop()
-        for weight in self._weights:
-            for name, value in weight.items() if isinstance(weight, Mapping) else [(MAIN, weight)]:
-                if value is not None:
-                    self.totals[name] = self.totals.get(name, 0) + value
 
-    def all_zero(self, index: int) -> bool:
-        """Whether the host knows that nothing in this microbatch counts."""
-        weight = self._weights[index]
-        if isinstance(weight, Mapping):
-            return all(not isinstance(value, torch.Tensor) and value == 0 for value in weight.values())
-        return not isinstance(weight, torch.Tensor) and weight == 0
+class SharedWeights:
+    """All terms of a microbatch count alike: with the weight that was declared, or returned with the loss, or 1.
+
+    total: what gradients are divided by, once all microbatches were seen. assumed: whether a loss counted 1 for want of a weight.
+    """
+
+    def __init__(self, weights: Sequence[Weight | None]) -> None:
+        self._declared = weights
+        self.total: Weight = sum(weight for weight in weights if weight is not None)
+        self.assumed = False
+
+    def nothing_counts(self, index: int) -> bool:
+        """Whether the host knows before the forward that a microbatch has no weight."""
+        weight = self._declared[index]
+        return weight is not None and not isinstance(weight, torch.Tensor) and weight == 0
 
     def terms(self, index: int, returned: Any, added: Sequence[AddedLoss]) -> list[Term]:
         """The terms of one microbatch from what `compute_loss` returned and the forward added."""
-        declared = self._weights[index]
-        if self.kind == "mapping":
-            terms = self._with_own_weights(index, returned)
-        elif isinstance(returned, Mapping):
-            terms = self._sharing_one_weight(returned, declared)
-        else:
-            loss, weight = self._unpack(returned, declared)
-            terms = [Term(MAIN, loss, weight, weight)]
-        for extra in added:
-            weight = declared.get(extra.name, terms[0].weight) if isinstance(declared, Mapping) else terms[0].weight
-            start = self._rescaled(extra.name, weight) if isinstance(declared, Mapping) and extra.name in declared else weight
-            terms.append(Term(extra.name, extra.value, weight, start * extra.coefficient, extra.coefficient))
+        others: list[tuple[str, Any]] = []
+        name = MAIN
+        if isinstance(returned, Mapping):
+            if not returned:
+                raise ConfigurationError("compute_loss returned an empty mapping, expected at least one loss")
+            (name, returned), *others = returned.items()
+        loss, weight = self._main(index, returned)
+        terms = [Term(name, loss, weight, weight)]
+        terms += [Term(other, _without_weight(other, value), weight, weight) for other, value in others]
+        terms += [Term(extra.name, extra.value, weight, weight * extra.coefficient, extra.coefficient) for extra in added]
         return terms
 
-    def _with_own_weights(self, index: int, returned: Any) -> list[Term]:
-        declared = self._weights[index]
-        if not isinstance(returned, Mapping):
-            raise ConfigurationError("ForwardInputs.weight is a mapping of terms, so compute_loss must return a mapping with the same names")
-        missing = [name for name in returned if name not in declared]
-        if missing:
-            raise ConfigurationError(f"compute_loss returned the terms {missing} without a weight in ForwardInputs.weight, which declares {list(declared)}")
-        terms = []
-        for name, loss in returned.items():
-            if isinstance(loss, Loss):
-                if loss.weight is not None:
-                    raise ConfigurationError(f"the weight of the loss {name!r} is declared in ForwardInputs.weight and returned in Loss; give it once")
-                loss = loss.loss
-            terms.append(Term(name, loss, declared[name], self._rescaled(name, declared[name], main=next(iter(returned)))))
-        return terms
-
-    def _rescaled(self, name: str, weight: Weight, main: str | None = None) -> Weight:
-        main = main if main is not None else next(iter(self.totals))
-        if name == main:
-            return weight
-        mine, wanted = self.totals[name], self.divisor(main)
-        if isinstance(mine, torch.Tensor):
-            return weight * wanted / torch.where(mine == 0, 1, mine)
-        return weight * wanted / mine if mine else 0.0
-
-    def _sharing_one_weight(self, returned: Mapping[str, Any], declared: Weight | None) -> list[Term]:
-        if not returned:
-            raise ConfigurationError("compute_loss returned an empty mapping, expected at least one loss")
-        (first, main), *rest = returned.items()
-        loss, weight = self._unpack(main, declared)
-        terms = [Term(first, loss, weight, weight)]
-        for name, value in rest:
-            if isinstance(value, Loss):
-                if value.weight is not None:
-                    raise ConfigurationError(
-                        f"the loss term {name!r} brings a weight of its own; its total over the pack must be known before the first backward: "
-                        "declare one weight per term as a mapping in ForwardInputs.weight"
-                    )
-                value = value.loss
-            terms.append(Term(name, value, weight, weight))
-        return terms
-
-    def _unpack(self, returned: Any, declared: Weight | None) -> tuple[torch.Tensor, Weight]:
+    def _main(self, index: int, returned: Any) -> tuple[torch.Tensor, Weight]:
+        declared = self._declared[index]
         loss, weight = (returned.loss, returned.weight) if isinstance(returned, Loss) else (returned, None)
-        if weight is None and declared is None:
-            self.assumed = True
-            return loss, 1.0
-        if weight is not None and declared is not None:
-            raise ConfigurationError("the weight is declared in ForwardInputs.weight and returned in Loss; give it once")
-        return loss, _checked(weight, MAIN) if weight is not None else declared  # type: ignore[return-value]
-
-    def divisor(self, main: str) -> Weight:
-        """The total weight of the main term; 1 where it has none but another term counts."""
-        total = self.totals[main]
-        others = any(isinstance(value, torch.Tensor) or value for name, value in self.totals.items() if name != main)
-        if isinstance(total, torch.Tensor):
-            return torch.where(total == 0, 1, total) if others else total
-        return total if total or not others else 1.0
+        if declared is not None:
+            if weight is not None:
+                raise ConfigurationError("the weight is declared in ForwardInputs.weight and returned in Loss; give it once")
+            return loss, declared
+        if weight is None:
+            self.assumed, weight = True, 1.0
+        else:
+            weight = checked_weight(weight, MAIN)
+        self.total = self.total + weight
+        return loss, weight
 
 
-def _declared(weight: Weight | Mapping[str, Weight] | None) -> Weight | Mapping[str, Weight] | None:
-    if isinstance(weight, Mapping):
-        return {name: _checked(value, name) for name, value in weight.items()}
-    return None if weight is None else _checked(weight, MAIN)
+class TermWeights:
+    """Each term has weights of its own, all declared before the first forward."""
+
+    assumed = False
+
+    def __init__(self, weights: Sequence[Mapping[str, Weight]]) -> None:
+        self._declared = weights
+        self._totals: dict[str, Weight] = {}
+        for weight in weights:
+            for name, value in weight.items():
+                self._totals[name] = self._totals.get(name, 0) + value
+
+    @property
+    def total(self) -> Weight:
+        """The total weight of the main term, which is the first one; 1 where it has none but another term counts."""
+        main, *others = self._totals.values()
+        counts = any(isinstance(value, torch.Tensor) or value for value in others)
+        if isinstance(main, torch.Tensor):
+            return torch.where(main == 0, 1, main) if counts else main
+        return main if main or not counts else 1.0
+
+    def nothing_counts(self, index: int) -> bool:
+        """Whether the host knows before the forward that no term of a microbatch has a weight."""
+        return all(not isinstance(weight, torch.Tensor) and weight == 0 for weight in self._declared[index].values())
+
+    def terms(self, index: int, returned: Any, added: Sequence[AddedLoss]) -> list[Term]:
+        """The terms of one microbatch from what `compute_loss` returned and the forward added."""
+        declared = self._declared[index]
+        if not isinstance(returned, Mapping):
+            raise ConfigurationError(
+                "ForwardInputs.weight is a mapping of terms, so compute_loss must return a mapping with the same names"
+            )
+        if missing := [name for name in returned if name not in declared]:
+            raise ConfigurationError(
+                f"compute_loss returned the terms {missing} without a weight in ForwardInputs.weight, which declares {list(declared)}"
+            )
+        main = next(iter(self._totals))
+        terms = [Term(n, _without_weight(n, value), declared[n], self._start(n, declared[n])) for n, value in returned.items()]
+        for extra in added:
+            name = extra.name if extra.name in declared else main
+            start = self._start(name, declared[name]) * extra.coefficient
+            terms.append(Term(extra.name, extra.value, declared[name], start, extra.coefficient))
+        return terms
+
+    def _start(self, name: str, weight: Weight) -> Weight:
+        if name == next(iter(self._totals)):
+            return weight
+        mine = self._totals[name]
+        if isinstance(mine, torch.Tensor):
+            return weight * self.total / torch.where(mine == 0, 1, mine)
+        return weight * self.total / mine if mine else 0.0
 
 
-def _checked(weight: Weight, name: str) -> Weight:
+def _without_weight(name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, Loss):
+        return value
+    if value.weight is not None:
+        raise ConfigurationError(
+            f"the loss term {name!r} brings a weight of its own; its total over the pack must be known before the first backward: "
+            "declare one weight per term as a mapping in ForwardInputs.weight"
+        )
+    return value.loss
+
+
+def checked_weight(weight: Weight, name: str) -> Weight:
+    """A weight as a host number where that needs no waiting, else as a 0-dim tensor."""
     where = f" of the term {name!r}" if name else ""
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise ConfigurationError(f"the weight{where} has shape {tuple(weight.shape)}, expected a number or one element")
         if weight.device.type != "cpu":
             return weight.detach().reshape(())
-        weight = read_cpu_scalar(weight)  # on a CPU there is nothing to wait for, and a weight of 0 is known before the backward
+        weight = read_cpu_scalar(weight)  # on a CPU a weight of 0 is known before the backward
     if not 0 <= weight < float("inf"):
         raise ConfigurationError(f"the weight{where} is {weight}, expected a finite number that is not negative")
     return weight
@@ -154,13 +172,19 @@ def _checked(weight: Weight, name: str) -> Weight:
 
 def check_loss(term: Term, *, needs_graph: bool) -> None:
     """A term must be a scalar tensor; in training, one with a graph."""
-    name = f"the loss term {term.name!r}" if term.name else "the loss"
     loss = term.loss
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and (loss.requires_grad or not needs_graph):
+        return
+    name = f"the loss term {term.name!r}" if term.name else "the loss"
     if not isinstance(loss, torch.Tensor):
-        raise ModelError(f"{name} is a {type(loss).__name__}, expected a scalar tensor; return it from compute_loss, or wrap it as Loss(loss, weight)")
-    if loss.numel() != 1:
-        raise ModelError(f"{name} has shape {tuple(loss.shape)}, expected a scalar: the mean over the microbatch; reduce it in compute_loss")
-    if needs_graph and not loss.requires_grad:
         raise ModelError(
-            f"{name} has no graph, so nothing can be learned from it. Usual causes: detach(), item(), no_grad or argmax on the way, or all parameters frozen"
+            f"{name} is a {type(loss).__name__}, expected a scalar tensor; return it from compute_loss, or wrap it as Loss(loss, weight)"
         )
+    if loss.numel() != 1:
+        raise ModelError(
+            f"{name} has shape {tuple(loss.shape)}, expected a scalar: the mean over the microbatch; reduce it in compute_loss"
+        )
+    raise ModelError(
+        f"{name} has no graph, so nothing can be learned from it. Usual causes: detach(), item(), no_grad or argmax on the way, "
+        "or all parameters frozen"
+    )

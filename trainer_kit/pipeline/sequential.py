@@ -17,7 +17,7 @@ from trainer_kit.data import batch_size
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.mesh.context import DistributedContext
 from trainer_kit.metrics import Metric
-from trainer_kit.pipeline.loss_terms import MAIN, DeclaredWeights, Term, check_loss
+from trainer_kit.pipeline.loss_terms import MAIN, SharedWeights, Term, TermWeights, check_loss, pack_weights
 from trainer_kit.task import ForwardInputs, Task, Weight
 
 
@@ -58,10 +58,13 @@ def _ratio(total: torch.Tensor, weight: Weight) -> torch.Tensor:
     return torch.full_like(total, float("nan"))
 
 
-def _checked_inputs(task: Task, microbatch: Any) -> ForwardInputs:
+def forward_inputs(task: Task, microbatch: Any) -> ForwardInputs:
+    """What the task makes of a microbatch, checked to be ForwardInputs."""
     given = task.build_forward_inputs(microbatch)
     if not isinstance(given, ForwardInputs):
-        raise ConfigurationError(f"{type(task).__name__}.build_forward_inputs returned a {type(given).__name__}, expected ForwardInputs(inputs=..., state=...)")
+        raise ConfigurationError(
+            f"{type(task).__name__}.build_forward_inputs returned a {type(given).__name__}, expected ForwardInputs(inputs=..., state=...)"
+        )
     return given
 
 
@@ -86,40 +89,35 @@ class SequentialRunner:
         self._starts: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._sizes_warned = False
 
-    def run_pack(self, microbatches: Sequence[Any], *, record: bool, on_microbatch: Callable[[int, torch.Tensor | None], None] | None = None) -> PackResult:
+    def run_pack(
+        self, microbatches: Sequence[Any], *, record: bool, on_microbatch: Callable[[int, torch.Tensor | None], None] | None = None
+    ) -> PackResult:
         """Forward and backward of every microbatch; gradients accumulate, undivided.
 
         record: keep the sums of the losses. on_microbatch: called with (index, loss or None) after each backward.
         """
-        inputs = [_checked_inputs(self._task, microbatch) for microbatch in microbatches]
-        declared = DeclaredWeights(inputs)
-        result = PackResult()
+        inputs = [forward_inputs(self._task, microbatch) for microbatch in microbatches]
+        weights, result = pack_weights(inputs), PackResult()
         for index, given in enumerate(inputs):
             terms: list[Term] = []
-            if not declared.all_zero(index):
-                terms = self._forward(given, declared, index)
+            if not weights.nothing_counts(index):
+                terms = self._forward(given, weights, index)
                 self._backward(terms)
-                if declared.kind == "none":
-                    result.weight = result.weight + terms[0].weight
                 if record:
                     for term in terms:
                         result.add(term)
             if on_microbatch is not None:
                 on_microbatch(index, terms[0].loss.detach() if terms else None)
-        if declared.kind == "none":
-            if declared.assumed and len(inputs) > 1 and not self._sizes_warned:
-                self._warn_of_sizes(microbatches)
-        elif declared.kind == "weight":
-            result.weight = declared.totals[MAIN]
-        else:
-            result.weight = declared.divisor(next(iter(declared.totals)))
+        if weights.assumed and len(inputs) > 1 and not self._sizes_warned:
+            self._warn_of_sizes(microbatches)
+        result.weight = weights.total
         return result
 
-    def _forward(self, given: ForwardInputs, declared: DeclaredWeights, index: int) -> list[Term]:
+    def _forward(self, given: ForwardInputs, weights: SharedWeights | TermWeights, index: int) -> list[Term]:
         with self._autocast():
             outputs = self._model(given.inputs, given.shared)
             returned = self._task.compute_loss(outputs, given.state)
-        terms = declared.terms(index, returned, self._context.take_losses())
+        terms = weights.terms(index, returned, self._context.take_losses())
         for term in terms:
             check_loss(term, needs_graph=True)
         if self._metrics:
@@ -158,18 +156,22 @@ class SequentialRunner:
 
 
 def evaluate_microbatch(
-    model: Callable[[Any, Any], Any], task: Task, context: DistributedContext, microbatch: Any, metrics: dict[str, Metric], result: PackResult
+    model: Callable[[Any, Any], Any],
+    task: Task,
+    context: DistributedContext,
+    microbatch: Any,
+    metrics: dict[str, Metric],
+    result: PackResult,
 ) -> None:
     """Forward, loss and metrics of one microbatch, without a graph; its terms are added to `result`."""
-    given = _checked_inputs(task, microbatch)
-    declared = DeclaredWeights([given])
-    if declared.all_zero(0):
+    given = forward_inputs(task, microbatch)
+    weights = pack_weights([given])
+    if weights.nothing_counts(0):
         return
     outputs = model(given.inputs, given.shared)
-    terms = declared.terms(0, task.compute_loss(outputs, given.state), context.take_losses())
+    terms = weights.terms(0, task.compute_loss(outputs, given.state), context.take_losses())
     for term in terms:
         check_loss(term, needs_graph=False)
         result.add(term)
     if metrics:
         task.update_metrics(metrics, outputs, given.state)
-
