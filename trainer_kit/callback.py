@@ -40,7 +40,8 @@ class Callback:
         """Take back what `state_dict` gave."""
         if state:
             raise ConfigurationError(
-                f"{type(self).__name__} was saved with state {sorted(state)} but does not override load_state_dict; add one that takes it back"
+                f"{type(self).__name__} was saved with state {sorted(state)} but does not override load_state_dict; "
+                "add one that takes it back"
             )
 
     def describe(self) -> str:

@@ -45,7 +45,8 @@ class CausalLMTask(Task):
             raise ConfigurationError(f"CausalLMTask takes a tensor of tokens or a mapping with 'input_ids', but the batch is {found}")
         if tokens.ndim != 2 or labels.shape != tokens.shape:
             raise ConfigurationError(
-                f"CausalLMTask takes tokens of shape (batch, length) and labels of the same shape, found {tuple(tokens.shape)} and {tuple(labels.shape)}"
+                "CausalLMTask takes tokens of shape (batch, length) and labels of the same shape, "
+                f"found {tuple(tokens.shape)} and {tuple(labels.shape)}"
             )
         # Shifted here rather than in the loss, so that each position keeps its target when a sequence is cut into parts.
         targets = torch.full_like(labels, IGNORE_INDEX)

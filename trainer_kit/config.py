@@ -24,7 +24,7 @@ class TrainerConfig(BaseModel):
     max_time: seconds (or a timedelta) of one `fit` after which it stops at a step boundary.
     seed: everything random in the run follows from it.
     precision: "fp32"; "bf16-mixed" (fp32 parameters, gradients and reductions, bf16 compute by autocast); "bf16" (bf16 parameters).
-    grad_dtype: dtype in which gradients accumulate; None: the parameter's, and fp32 for an optimizer that takes fp32 gradients of bf16 parameters.
+    grad_dtype: dtype in which gradients accumulate; None: the parameter's, or fp32 where the optimizer takes that for bf16 parameters.
     source_model: folder or file of safetensors weights to start from.
     checkpoint_trainable_only: checkpoints hold the trainable weights alone; the others come from `source_model`.
     prefetch_packs: packs fetched ahead and copied to the device; None: 0 on CPU, 2 on an accelerator.
@@ -69,7 +69,8 @@ class TrainerConfig(BaseModel):
     def _refuse_fp16(cls, value: object) -> object:
         if isinstance(value, str) and ("16" in value and "bf16" not in value):
             raise UnsupportedError(
-                f"precision={value!r} is refused: fp16 needs loss scaling and overflows; use precision='bf16-mixed', which has the range of fp32"
+                f"precision={value!r} is refused: fp16 needs loss scaling and overflows; "
+                "use precision='bf16-mixed', which has the range of fp32"
             )
         return value
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from trainer_kit.mesh.context import DistributedContext
 
 if TYPE_CHECKING:
@@ -20,6 +22,18 @@ def say(text: str, context: DistributedContext) -> None:
     """Tell the user one line, once per run rather than once per rank."""
     if context.is_main:
         print(f"trainer_kit: {text}", flush=True)  # noqa: T201
+
+
+def short_repr(part: Any) -> str:
+    """A part of a run in few words: settings objects with what was given, functions by name, others as they show themselves."""
+    if isinstance(part, BaseModel):
+        given = ", ".join(
+            f"{name}={getattr(part, name)!r}" for name in type(part).model_fields if name in part.model_fields_set and name != "name"
+        )
+        return f"{type(part).__name__}({given})" if type(part).__repr__ is BaseModel.__repr__ else repr(part)
+    if type(part).__repr__ is object.__repr__:
+        return type(part).__name__
+    return getattr(part, "__qualname__", None) or repr(part)
 
 
 @dataclass(frozen=True)
@@ -85,7 +99,7 @@ def _run(trainer: Trainer) -> Rows:
     rows = [("name", trainer.config.run_name), ("steps", steps), ("finished", f"{trainer.step:,}"), ("task", type(trainer.task).__name__)]
     if trainer.parameters.trainable():
         rows.append(("optimizer", trainer.optimizer_name))
-        rows.append(("LR schedule", "none" if trainer.lr_scheduler is None else type(trainer.lr_scheduler).__name__))
+        rows.append(("LR schedule", trainer.schedule_name))
     if trainer.config.nonfinite == "skip":
         waits = "; waits for the device once per step" if trainer.context.device.type != "cpu" else ""
         rows.append(("non-finite gradients", f"skip the step{waits}"))

@@ -6,12 +6,13 @@ stage numbers its layers as the whole model does.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from trainer_kit.names import state_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,27 +37,19 @@ class ParameterTable:
         self.rows: list[ParameterRow] = []
         self.buffers: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}  # every second name -> canonical name
+        names: dict[torch.Tensor, list[str]] = {}
+        stage_of: dict[torch.Tensor, int] = {}
         for index, stage in enumerate(stages):
-            names: dict[nn.Parameter, list[str]] = {}
-            for name, parameter in stage.named_parameters(remove_duplicate=False):
-                names.setdefault(parameter, []).append(plain_name(name))
-            self.rows += [ParameterRow(found[0], tuple(found[1:]), parameter, index) for parameter, found in names.items()]
-            self._add_buffers(stage)
-        self.aliases |= {alias: row.name for row in self.rows for alias in row.aliases}
+            for name, tensor in state_tensors(stage):
+                names.setdefault(tensor, []).append(name)
+                stage_of.setdefault(tensor, index)
+        for tensor, (name, *aliases) in names.items():
+            self.aliases |= dict.fromkeys(aliases, name)
+            if isinstance(tensor, nn.Parameter):
+                self.rows.append(ParameterRow(name, tuple(aliases), tensor, stage_of[tensor]))
+            else:
+                self.buffers[name] = tensor
         self._by_parameter = {row.parameter: row for row in self.rows}
-
-    def _add_buffers(self, stage: nn.Module) -> None:
-        first: dict[int, str] = {}
-        for prefix, module in stage.named_modules(remove_duplicate=False):
-            for name, buffer in module._buffers.items():
-                if buffer is None or name in module._non_persistent_buffers_set:
-                    continue
-                full = plain_name(f"{prefix}.{name}" if prefix else name)
-                canonical = first.setdefault(id(buffer), full)
-                if canonical == full:
-                    self.buffers[full] = buffer
-                else:
-                    self.aliases[full] = canonical
 
     def __iter__(self) -> Iterator[ParameterRow]:
         return iter(self.rows)
@@ -82,16 +75,10 @@ class ParameterTable:
         found: dict[str, torch.Tensor] = {row.name: row.parameter.detach() for row in rows}
         return found | self.buffers
 
-    def digest(self) -> str:
-        """A short text that is equal for models with equal parameter names, shapes and buffers."""
-        lines = [f"{name} {list(tensor.shape)}" for name, tensor in sorted(self.tensors().items())]
-        return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+    def shapes(self) -> list[tuple[str, torch.Size]]:
+        """Name and shape of every tensor of the state, which tell one model from another."""
+        return [(name, tensor.shape) for name, tensor in self.tensors().items()]
 
     def counts(self) -> tuple[int, int]:
         """Numbers of elements: all, trainable."""
         return sum(r.parameter.numel() for r in self.rows), sum(r.parameter.numel() for r in self.trainable())
-
-
-def plain_name(name: str) -> str:
-    """The name without what torch.compile puts in."""
-    return name.replace("_orig_mod.", "")

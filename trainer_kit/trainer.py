@@ -18,11 +18,12 @@ from typing_extensions import Unpack
 from trainer_kit import assembly, events, loop
 from trainer_kit.callback import Callback, Dispatcher, check_callbacks
 from trainer_kit.callbacks import Checkpoint, Progress, Signals, Summary
-from trainer_kit.checkpoint import CheckpointSaver
+from trainer_kit.checkpoint import CheckpointSaver, parameter_digest
+from trainer_kit.checkpoint.identity import tensors_checksum
 from trainer_kit.checkpoint.state import TrainingState
 from trainer_kit.config import TrainerConfig, TrainerSettings, make_config
 from trainer_kit.data import DataProvider, DataStream, as_provider, map_tensors
-from trainer_kit.description import Description, describe, plain_settings, say
+from trainer_kit.description import Description, describe, plain_settings, say, short_repr
 from trainer_kit.environment import check_host_sync_support, run_environment
 from trainer_kit.events import Event
 from trainer_kit.exceptions import ConfigurationError, ModelError, StateError
@@ -169,8 +170,13 @@ class Trainer:
     @property
     def optimizer_name(self) -> str:
         """The optimizer and where it comes from, for people."""
-        text = repr(self._recipe.optimizer_provider())
+        text = short_repr(self._recipe.optimizer_provider())
         return text if self._recipe.optimizer is not None else f"{text} (default)"
+
+    @property
+    def schedule_name(self) -> str:
+        """The LR schedule as it was given, for people."""
+        return "none" if self._recipe.lr_scheduler is None else short_repr(self._recipe.lr_scheduler)
 
     def listeners(self) -> dict[str, list[str]]:
         """Callback method -> class names of the callbacks that override it, in the order in which they are called."""
@@ -245,12 +251,12 @@ class Trainer:
         emit(events.BuildEnd, durations=durations.seconds)
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "run_name": self.config.run_name,
-            "seed": self.config.seed,
-            "parameters": self._built().table.digest(),
-            "settings": plain_settings(self),
-        }
+        table = self._built().table
+        identity = {"run_name": self.config.run_name, "seed": self.config.seed, "parameters": parameter_digest(table.shapes())}
+        if self.config.checkpoint_trainable_only:  # they come from the source model at a resume, which may have changed
+            frozen = [(row.name, row.parameter) for row in table if not row.trainable]
+            identity["frozen_weights"] = tensors_checksum(frozen)
+        return identity | {"settings": plain_settings(self)}
 
     # ---- training
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from trainer_kit.exceptions import CheckpointError
+from trainer_kit.weights.format import tensor_bytes
 
 _ADVICE = {
     "run_name": "set run_name= to the saved one, or use another folder",
@@ -24,6 +28,14 @@ def parameter_digest(parameters: Iterable[tuple[str, Sequence[int]]]) -> str:
     """A short text that changes with any name or shape; the order does not matter."""
     rows = sorted((name, list(shape)) for name, shape in parameters)
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+
+
+def tensors_checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """A text that changes with any bit of any tensor; costs one pass over the bytes."""
+    checksum = 0
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        checksum = zlib.crc32(tensor_bytes(tensor.detach().cpu().contiguous()), zlib.crc32(name.encode(), checksum))
+    return f"{checksum:08x}"
 
 
 def check_identity(found: Mapping[str, Any], expected: Mapping[str, Any], label: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from trainer_kit.model.build import build_stage
 from trainer_kit.model.call import ModelCaller
-from trainer_kit.model.names import alias_table
 from trainer_kit.model.provider import ModelProvider, StageContext, StageInfo, as_model_provider
+from trainer_kit.names import alias_table
 
 __all__ = ["ModelCaller", "ModelProvider", "StageContext", "StageInfo", "alias_table", "as_model_provider", "build_stage"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainer_kit.exceptions import ModelError
-from trainer_kit.model.names import alias_table, all_tensors, direct_tensors
+from trainer_kit.names import alias_table, all_tensors, direct_tensors
 
 
 def allocate(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> set[str]:

@@ -18,10 +18,10 @@ from trainer_kit.exceptions import ModelError
 from trainer_kit.model.allocate import allocate, check_aliases, set_parameter_dtype
 from trainer_kit.model.constructor_log import ConstructorLog, check_repeated
 from trainer_kit.model.initialise import initialise
-from trainer_kit.model.names import alias_table, all_tensors
 from trainer_kit.model.operations import storage_key, tensors_in
 from trainer_kit.model.provider import ModelProvider, ModuleProvider, StageContext, StageInfo, as_model_provider
 from trainer_kit.model.torch_init import trunc_normal_replaced
+from trainer_kit.names import alias_table, all_tensors
 from trainer_kit.random_state import derive_seed, forked, seed_all
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from trainer_kit.exceptions import ModelError
-from trainer_kit.model.names import direct_tensors
 from trainer_kit.model.operations import storage_key
 from trainer_kit.model.reset_mode import ResetMode, TensorRecord
 from trainer_kit.model.torch_init import trunc_normal_replaced
+from trainer_kit.names import direct_tensors
 from trainer_kit.random_state import derive_seed, forked, seed_all
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainer_kit.exceptions import ConfigurationError, ModelError, UnsupportedError
-from trainer_kit.model.names import state_names
+from trainer_kit.names import state_names
 
 if TYPE_CHECKING:
     from trainer_kit.mesh.context import DistributedContext

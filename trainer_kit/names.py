@@ -34,12 +34,16 @@ def alias_table(module: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def state_names(module: nn.Module) -> list[str]:
-    """The canonical names of the model state: parameters and persistent buffers."""
-    seen: set[int] = set()
-    names = []
+def state_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model state: parameters and persistent buffers under each of their names, those of a compiled module as if it were not."""
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
-            names.append(name)
-    return names
+        if isinstance(tensor, torch.Tensor):
+            yield name.replace("_orig_mod.", ""), tensor
+
+
+def state_names(module: nn.Module) -> list[str]:
+    """The canonical names of the model state."""
+    first: dict[int, str] = {}
+    for name, tensor in state_tensors(module):
+        first.setdefault(id(tensor), name)
+    return list(first.values())
