@@ -23,7 +23,7 @@ from trainer_kit.models import Decoder, DecoderConfig, generate
 from trainer_kit.optim import AdamW, Piecewise
 
 parser = argparse.ArgumentParser(description="Train a small transformer on Python's manual, and let it write.")
-parser.add_argument("--steps", type=int, default=500, help="optimizer steps in all (default: %(default)s)")
+parser.add_argument("--steps", type=int, default=400, help="optimizer steps in all (default: %(default)s)")
 parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder of the run (default: %(default)s)")
 parser.add_argument("--device", help="such as cpu or cuda (default: the accelerator if there is one, else cpu)")
 args = parser.parse_args()

@@ -44,6 +44,23 @@ def test_every_event_stands_in_the_page_and_is_frozen():
         assert event_type.__dataclass_params__.frozen and hasattr(event_type, "__slots__")
 
 
+def test_each_part_is_there_when_its_event_comes():
+    seen = []
+
+    class Look(Callback):
+        def on_model_ready(self, event):
+            seen.append(type(event.trainer.model).__name__)
+
+        def on_optimizer_ready(self, event):
+            seen.append(type(event.trainer.optimizer).__name__)
+
+        def on_lr_scheduler_ready(self, event):
+            seen.append(event.trainer.lr_scheduler)
+
+    quiet_trainer(Scalar(), MeanTask(), [t(1)], callbacks=[Look()]).build()
+    assert seen == ["Scalar", "SGD", None]
+
+
 def test_the_log_of_one_step():
     log: list[str] = []
     quiet_trainer(Scalar(), MeanTask(), [t(1)], callbacks=[listener(log)], log_every=1, log_delay=0).fit()

@@ -5,30 +5,36 @@ data → model (meta, distribute, allocate, initialise, load) → parameter tabl
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from trainer_kit import events
 from trainer_kit.callback import Callback, Dispatcher
+from trainer_kit.checkpoint import parameter_digest
+from trainer_kit.checkpoint.identity import tensors_checksum
+from trainer_kit.checkpoint.state import TrainingState
 from trainer_kit.config import TrainerConfig
 from trainer_kit.data import DataProvider, DataStream
-from trainer_kit.environment import make_autocast
+from trainer_kit.environment import check_host_sync_support, make_autocast
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.gradients import Gradients, NonFiniteGuard
 from trainer_kit.loop import TrainingLoop
-from trainer_kit.mesh.context import DistributedContext
+from trainer_kit.mesh import DistributedContext, MeshStrategy
 from trainer_kit.model import ModelCaller, ModelProvider, StageContext, StageInfo, build_stage
 from trainer_kit.model.transforms import checkpoint_activations, compile_blocks
 from trainer_kit.optim import AdamW, OptimizerProvider, StochasticAdamW, as_lr_scheduler_provider, build_optimizer
 from trainer_kit.parameters import ParameterTable
 from trainer_kit.pipeline import SequentialRunner
+from trainer_kit.random_state import RandomStreams
 from trainer_kit.records import Records
+from trainer_kit.run_length import plan_length
 from trainer_kit.run_state import Requests, RunState
 from trainer_kit.task import Task
 from trainer_kit.weights import load_model_state
@@ -47,6 +53,11 @@ class Recipe:
     lr_scheduler: Any
     callbacks: Sequence[Callback]
     config: TrainerConfig
+
+    def hparams(self) -> dict[str, Any]:
+        """The `hparams()` of the parts, by part."""
+        parts: dict[str, Any] = {"model": self.model_provider, "task": self.task, "data": self.data, "optimizer": self.optimizer_provider()}
+        return {name: part.hparams() for name, part in parts.items()}
 
     def optimizer_provider(self) -> OptimizerProvider:
         """The optimizer given, or the default of the precision."""
@@ -67,6 +78,24 @@ class BuiltModel:
 
 
 @dataclass
+class TrainingParts:
+    """What only training needs."""
+
+    loop: TrainingLoop
+    random: RandomStreams
+    state: TrainingState
+
+
+@dataclass
+class Parts:
+    """Everything that is built so far. A model without trainable parameters has no optimizer and no training parts."""
+
+    model: BuiltModel | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    training: TrainingParts | None = None
+
+
+@dataclass
 class Durations:
     """Seconds that each part of the build took."""
 
@@ -78,6 +107,67 @@ class Durations:
         begin = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
+def assemble(
+    parts: Parts,
+    recipe: Recipe,
+    strategy: MeshStrategy,
+    context: DistributedContext,
+    *,
+    run: RunState,
+    records: Records,
+    dispatcher: Dispatcher,
+    requests: Requests,
+) -> None:
+    """Build everything into `parts`, in order, and tell of each part as soon as it is there."""
+    config, emit, durations = recipe.config, dispatcher.emit, Durations()
+    check_host_sync_support(config.detect_host_syncs, context.device)
+    emit(events.BuildStart)
+    with durations.measure("data"):
+        recipe.task.setup(context)
+        recipe.data.setup(context, config.seed)
+        stream = open_stream(recipe.data, context, config, training=True)
+    emit(events.DataReady)
+    with durations.measure("model"):
+        parts.model = model = build_model(recipe, context)
+    emit(events.ModelReady)
+    if model.table.trainable():
+        with durations.measure("optimizer"):
+            named = [(row.name, row.parameter) for row in model.table.trainable()]
+            parts.optimizer = build_optimizer(recipe.optimizer_provider(), named)
+        emit(events.OptimizerReady)
+        run.total_steps, stream.max_epochs, schedule_steps = plan_length(config, recipe.data.num_packs(), None)
+        scheduler = build_schedule(recipe, parts.optimizer, schedule_steps)
+        loop = build_loop(recipe, model, context, parts.optimizer, scheduler, stream, run, records, dispatcher, requests)
+        random = RandomStreams(config.seed, context.device)
+        identity = run_identity(recipe, model.table, strategy, context, run.total_steps)
+        state = TrainingState(loop, model.table, random, dispatcher.callbacks, recipe.task, identity, config.checkpoint_trainable_only)
+        parts.training = TrainingParts(loop, random, state)
+        emit(events.LRSchedulerReady)
+    emit(events.BuildEnd, durations=durations.seconds)
+
+
+def run_identity(
+    recipe: Recipe, table: ParameterTable, strategy: MeshStrategy, context: DistributedContext, total_steps: int | None
+) -> dict[str, Any]:
+    """Which run it is: another name, seed or model is another run; other settings are told at a resume."""
+    config = recipe.config
+    identity: dict[str, Any] = {"run_name": config.run_name, "seed": config.seed, "parameters": parameter_digest(table.shapes())}
+    if config.checkpoint_trainable_only:  # they come from the source model at a resume, which may have changed
+        identity["frozen_weights"] = tensors_checksum((row.name, row.parameter) for row in table if not row.trainable)
+    return identity | {"settings": plain_settings(recipe, strategy, context, total_steps)}
+
+
+def plain_settings(recipe: Recipe, strategy: MeshStrategy, context: DistributedContext, total_steps: int | None) -> dict[str, Any]:
+    """The settings, the mesh and the `hparams()` of the parts as plain values, for loggers and checkpoints."""
+    settings = {
+        "trainer": recipe.config.model_dump(mode="json") | {"total_steps": total_steps},
+        "strategy": strategy.model_dump(mode="json"),
+        "device": context.device.type,
+        **recipe.hparams(),
+    }
+    return json.loads(json.dumps(settings, default=str))
 
 
 def open_stream(provider: DataProvider, context: DistributedContext, config: TrainerConfig, *, training: bool) -> DataStream:
@@ -112,37 +202,23 @@ def build_loop(
     recipe: Recipe,
     model: BuiltModel,
     context: DistributedContext,
-    *,
+    optimizer: torch.optim.Optimizer,
+    lr_scheduler: Any,
     stream: DataStream,
     run: RunState,
     records: Records,
     dispatcher: Dispatcher,
     requests: Requests,
-    schedule_steps: int | None,
 ) -> TrainingLoop:
-    """Build what only training needs: optimizer, LR schedule, gradients, and the loop that holds them."""
-    config, rows = recipe.config, model.table.trainable()
-    optimizer = build_optimizer(recipe.optimizer_provider(), [(row.name, row.parameter) for row in rows])
-    dispatcher.emit(events.OptimizerReady)
+    """The loop with the parts of a step."""
+    config, device = recipe.config, context.device
     takes_fp32 = bool(getattr(optimizer, "accepts_fp32_gradients", False))
     grad_dtype = DTYPES[config.grad_dtype] or (torch.float32 if takes_fp32 else None)
-    gradients = Gradients(rows, grad_dtype=grad_dtype, cast_for_update=not takes_fp32)
+    gradients = Gradients(model.table.trainable(), grad_dtype=grad_dtype, cast_for_update=not takes_fp32)
     metrics = checked_metrics(recipe.task)
-    return TrainingLoop(
-        run=run,
-        stream=stream,
-        runner=SequentialRunner(model.call, recipe.task, context, autocast=model.autocast, metrics=metrics),
-        gradients=gradients,
-        guard=NonFiniteGuard(
-            gradients, optimizer, config.nonfinite, device=context.device, deferred=context.device.type != "cpu", delay=config.log_delay
-        ),
-        optimizer=optimizer,
-        lr_scheduler=build_schedule(recipe, optimizer, schedule_steps),
-        records=records,
-        metrics=metrics,
-        dispatcher=dispatcher,
-        requests=requests,
-    )
+    guard = NonFiniteGuard(gradients, optimizer, config.nonfinite, device=device, deferred=device.type != "cpu", delay=config.log_delay)
+    runner = SequentialRunner(model.call, recipe.task, context, autocast=model.autocast, metrics=metrics)
+    return TrainingLoop(run, stream, runner, gradients, guard, optimizer, lr_scheduler, records, metrics, dispatcher, requests)
 
 
 def build_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer, schedule_steps: int | None) -> Any:
@@ -163,34 +239,3 @@ def checked_metrics(task: Task) -> dict[str, Any]:
         if hasattr(metric, "persistent"):  # torchmetrics keeps its state out of state_dict unless asked
             metric.persistent(True)
     return metrics
-
-
-class RunLength(NamedTuple):
-    """Where a run ends; None is no limit. `schedule_steps` is the length that the LR schedule is made for."""
-
-    steps: int | None
-    epochs: int | None
-    schedule_steps: int | None
-
-
-def plan_length(config: TrainerConfig, num_packs: int | None, extended: int | None) -> RunLength:
-    """The first limit reached ends the run: steps, or passes over the data.
-
-    num_packs: per pass, if that is known. extended: the argument of `fit`, which takes the place of the configured limits.
-    """
-    if extended is not None:
-        return RunLength(extended, None, extended)
-    if config.overfit_packs:
-        num_packs = config.overfit_packs if num_packs is None else min(config.overfit_packs, num_packs)
-    limited = config.total_steps is not None or config.max_time is not None
-    epochs = config.epochs if config.epochs is not None or limited else 1
-    if num_packs is None and not limited and config.epochs is None and config.dev_steps is None:
-        raise ConfigurationError("the data does not say how many packs it has; give total_steps=, epochs= or max_time=")
-    limits = [] if config.total_steps is None else [config.total_steps]
-    if epochs is not None and num_packs is not None:
-        limits.append(epochs * num_packs)
-    whole = min(limits) if limits else None
-    if config.dev_steps is None:
-        return RunLength(whole, epochs, whole)
-    # A trial of a few steps goes through the beginning of the schedule of the whole run.
-    return RunLength(min([config.dev_steps, *limits]), epochs, whole)

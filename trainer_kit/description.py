@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -98,8 +97,10 @@ def _run(trainer: Trainer) -> Rows:
     steps = "until the data or the time ends" if trainer.total_steps is None else f"{trainer.total_steps:,}"
     rows = [("name", trainer.config.run_name), ("steps", steps), ("finished", f"{trainer.step:,}"), ("task", type(trainer.task).__name__)]
     if trainer.parameters.trainable():
-        rows.append(("optimizer", trainer.optimizer_name))
-        rows.append(("LR schedule", trainer.schedule_name))
+        recipe = trainer.recipe
+        default = " (default)" if recipe.optimizer is None else ""
+        rows.append(("optimizer", short_repr(recipe.optimizer_provider()) + default))
+        rows.append(("LR schedule", "none" if recipe.lr_scheduler is None else short_repr(recipe.lr_scheduler)))
     if trainer.config.nonfinite == "skip":
         waits = "; waits for the device once per step" if trainer.context.device.type != "cpu" else ""
         rows.append(("non-finite gradients", f"skip the step{waits}"))
@@ -113,14 +114,3 @@ def _mesh(trainer: Trainer) -> Rows:
 def _events(trainer: Trainer) -> Rows:
     rows = [(callback.state_key, callback.describe()) for callback in trainer.callbacks]
     return rows + [(method, ", ".join(names)) for method, names in trainer.listeners().items()]
-
-
-def plain_settings(trainer: Trainer) -> dict[str, Any]:
-    """The settings, the mesh and the `hparams()` of the parts as plain values, for loggers and checkpoints."""
-    settings = {
-        "trainer": trainer.config.model_dump(mode="json") | {"total_steps": trainer.total_steps},
-        "strategy": trainer.strategy.model_dump(mode="json"),
-        "device": trainer.context.device.type,
-        **trainer.hparams(),
-    }
-    return json.loads(json.dumps(settings, default=str))

@@ -7,35 +7,35 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from trainer_kit import assembly, events, loop
+from trainer_kit import assembly, events
 from trainer_kit.callback import Callback, Dispatcher, check_callbacks
-from trainer_kit.callbacks import Checkpoint, Progress, Signals, Summary
-from trainer_kit.checkpoint import CheckpointSaver, parameter_digest
-from trainer_kit.checkpoint.identity import tensors_checksum
-from trainer_kit.checkpoint.state import TrainingState
+from trainer_kit.callbacks import Checkpoint
+from trainer_kit.checkpoint import CheckpointSaver
 from trainer_kit.config import TrainerConfig, TrainerSettings, make_config
-from trainer_kit.data import DataProvider, DataStream, as_provider, map_tensors
-from trainer_kit.description import Description, describe, plain_settings, say, short_repr
-from trainer_kit.environment import check_host_sync_support, run_environment
+from trainer_kit.data import DataProvider, as_provider
+from trainer_kit.default_callbacks import with_defaults
+from trainer_kit.description import Description, describe, say
+from trainer_kit.environment import run_environment
 from trainer_kit.events import Event
 from trainer_kit.exceptions import ConfigurationError, ModelError, StateError
+from trainer_kit.inference import Inference
 from trainer_kit.lifecycle import FitLifecycle
 from trainer_kit.mesh import DistributedContext, MeshStrategy
 from trainer_kit.model import ModelProvider, as_model_provider
-from trainer_kit.model.modes import eval_modes, set_train_modes
+from trainer_kit.model.modes import set_train_modes
 from trainer_kit.optim import as_lr_scheduler_provider, as_optimizer_provider
 from trainer_kit.parameters import ParameterTable
-from trainer_kit.random_state import RandomStreams, forked
 from trainer_kit.records import History, Records, Value
+from trainer_kit.run_length import plan_length
 from trainer_kit.run_state import Requests, RunState, weakly
+from trainer_kit.saving import Saving
 from trainer_kit.task import Task
 from trainer_kit.weights import StateMapper, write_model_state
 from trainer_kit.weights.export import mapped_items
@@ -78,7 +78,7 @@ class Trainer:
         source = as_provider(data, self.config.accumulate)
         listed = [part for part in (provider, task, source) if isinstance(part, Callback)] + list(callbacks)
         check_callbacks(listed)
-        listed = _with_defaults(listed, self.config)
+        listed = with_defaults(listed, self.config)
         check_callbacks(listed)
         self._dispatcher = Dispatcher(listed, self)
         self._recipe = assembly.Recipe(
@@ -97,10 +97,7 @@ class Trainer:
         self._saver = CheckpointSaver()
         self._requests = Requests(weakly(self.evaluate), weakly(self._save), self._saver.poll)
         self._context: DistributedContext | None = None
-        self._model: assembly.BuiltModel | None = None
-        self._loop: loop.TrainingLoop | None = None
-        self._state: TrainingState | None = None
-        self._random: RandomStreams | None = None
+        self._parts: assembly.Parts | None = None
         self._closed = False
 
     # ---- what callbacks and users read
@@ -145,64 +142,52 @@ class Trainer:
     @property
     def stages(self) -> list[nn.Module]:
         """The parts of the model that this rank holds."""
-        return self._built().stages
+        return self._model().stages
 
     @property
     def model(self) -> nn.Module:
         """The model, when it is one stage."""
-        return self._built().stages[0]
+        return self._model().stages[0]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer; behaves as torch's."""
-        return self._training().optimizer
+        if self._parts is None or self._parts.optimizer is None:
+            raise StateError("there is no optimizer; call trainer.build() first. A model without trainable parameters has none")
+        return self._parts.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
         """The LR schedule, or None."""
-        return self._training().lr_scheduler
+        return self._training().loop.lr_scheduler
 
     @property
     def parameters(self) -> ParameterTable:
         """One row per parameter: names, aliases, the tensor."""
-        return self._built().table
-
-    @property
-    def optimizer_name(self) -> str:
-        """The optimizer and where it comes from, for people."""
-        text = short_repr(self._recipe.optimizer_provider())
-        return text if self._recipe.optimizer is not None else f"{text} (default)"
-
-    @property
-    def schedule_name(self) -> str:
-        """The LR schedule as it was given, for people."""
-        return "none" if self._recipe.lr_scheduler is None else short_repr(self._recipe.lr_scheduler)
+        return self._model().table
 
     def listeners(self) -> dict[str, list[str]]:
         """Callback method -> class names of the callbacks that override it, in the order in which they are called."""
         return self._dispatcher.listeners()
 
-    def hparams(self) -> dict[str, Any]:
-        """The `hparams()` of the parts, by part."""
-        recipe = self._recipe
-        parts: dict[str, Any] = {"model": recipe.model_provider, "task": recipe.task, "data": recipe.data}
-        parts["optimizer"] = recipe.optimizer_provider()
-        return {name: part.hparams() for name, part in parts.items()}
+    @property
+    def recipe(self) -> assembly.Recipe:
+        """The parts as they were given, and the settings."""
+        return self._recipe
 
-    def _built(self) -> assembly.BuiltModel:
-        if self._model is None:
+    def _model(self) -> assembly.BuiltModel:
+        if self._parts is None or self._parts.model is None:
             raise StateError("the model is not built yet; call trainer.build() first")
-        return self._model
+        return self._parts.model
 
-    def _training(self) -> loop.TrainingLoop:
-        if self._loop is None:
-            raise StateError("the optimizer is not built; call trainer.build() first. A model without trainable parameters has none")
-        return self._loop
-
-    def _random_streams(self) -> RandomStreams:
-        if self._random is None:
-            self._random = RandomStreams(self.config.seed, self.context.device)
-        return self._random
+    def _training(self) -> assembly.TrainingParts:
+        if not self._model().table.trainable():
+            raise ModelError(
+                "the model has no trainable parameter, so nothing can be trained or resumed; unfreeze one with requires_grad_(True)"
+            )
+        if self._parts is None or self._parts.training is None:
+            raise StateError("the build is not that far yet; use this from on_lr_scheduler_ready on")
+        return self._parts.training
 
     # ---- build
 
@@ -210,53 +195,17 @@ class Trainer:
         """Build data, model, optimizer and schedule, once. Done by itself at the first use."""
         if self._closed:
             raise StateError("this Trainer was closed; make a new one")
-        if self._model is not None:
+        if self._parts is not None:
             return
-        recipe, context, emit, durations = self._recipe, self.context, self._dispatcher.emit, assembly.Durations()
-        check_host_sync_support(self.config.detect_host_syncs, context.device)
-        emit(events.BuildStart)
-        with durations.measure("data"):
-            recipe.task.setup(context)
-            recipe.data.setup(context, self.config.seed)
-            stream = assembly.open_stream(recipe.data, context, self.config, training=True)
-        emit(events.DataReady)
-        with durations.measure("model"):
-            self._model = assembly.build_model(recipe, context)
-        emit(events.ModelReady)
-        random = self._random_streams()
-        if self._model.table.trainable():
-            with durations.measure("optimizer"):
-                self._run.total_steps, stream.max_epochs, schedule_steps = assembly.plan_length(self.config, recipe.data.num_packs(), None)
-                self._loop = assembly.build_loop(
-                    recipe,
-                    self._model,
-                    context,
-                    stream=stream,
-                    run=self._run,
-                    records=self._records,
-                    dispatcher=self._dispatcher,
-                    requests=self._requests,
-                    schedule_steps=schedule_steps,
-                )
-                self._state = TrainingState(
-                    self._loop,
-                    self._model.table,
-                    random,
-                    self.callbacks,
-                    recipe.task,
-                    self._identity(),
-                    self.config.checkpoint_trainable_only,
-                )
-            emit(events.LRSchedulerReady)
-        emit(events.BuildEnd, durations=durations.seconds)
-
-    def _identity(self) -> dict[str, Any]:
-        table = self._built().table
-        identity = {"run_name": self.config.run_name, "seed": self.config.seed, "parameters": parameter_digest(table.shapes())}
-        if self.config.checkpoint_trainable_only:  # they come from the source model at a resume, which may have changed
-            frozen = [(row.name, row.parameter) for row in table if not row.trainable]
-            identity["frozen_weights"] = tensors_checksum(frozen)
-        return identity | {"settings": plain_settings(self)}
+        self._parts = assembly.Parts()
+        try:
+            assembly.assemble(
+                self._parts, self._recipe, self.strategy, self.context,
+                run=self._run, records=self._records, dispatcher=self._dispatcher, requests=self._requests,
+            )  # fmt: skip
+        except BaseException:
+            self._parts = None  # half a build is none: the next use begins anew
+            raise
 
     # ---- training
 
@@ -270,8 +219,6 @@ class Trainer:
         if self._run.phase != "idle":
             raise StateError("fit() inside fit(); use trainer.stop() and call fit again")
         self.build()
-        if self._loop is None:
-            raise ModelError("the model has no trainable parameter, so there is nothing to fit; unfreeze one with requires_grad_(True)")
         self._set_length(total_steps)
         resumed = self._resume(resume)
         if self._run.total_steps is not None and self._run.step >= self._run.total_steps:
@@ -283,12 +230,12 @@ class Trainer:
         self._fit(resumed)
 
     def _set_length(self, total_steps: int | None) -> None:
-        training, before = self._training(), self._run.total_steps
+        training, before = self._training().loop, self._run.total_steps
         if total_steps is None and self._run.step and before is not None and self._run.step < before:
             return  # an extended run that was stopped goes on to the length it had
         if total_steps is not None and total_steps < 0:
             raise ConfigurationError(f"fit(total_steps={total_steps}): expected a number of steps that is not negative")
-        length = assembly.plan_length(self.config, self.data.num_packs(), total_steps)
+        length = plan_length(self.config, self.data.num_packs(), total_steps)
         self._run.total_steps, training.stream.max_epochs = length.steps, length.epochs
         if self._run.total_steps != before and training.lr_scheduler is not None:
             so_far = training.lr_scheduler.state_dict()
@@ -303,27 +250,27 @@ class Trainer:
             return True
         if self._run.step:
             return False
-        found = [(saved.step, c.folder.path_for(saved.step)) for c in self._checkpoints() if (saved := c.folder.newest()) is not None]
-        if not found:
-            return False
-        self.load_checkpoint(max(found)[1])
-        return True
+        newest = self._saving().newest()
+        if newest is not None:
+            self.load_checkpoint(newest)
+        return newest is not None
 
     def _fit(self, resumed: bool) -> None:
-        run, training = self._run, self._training()
+        run, training = self._run, self._training().loop
         run.deadline = None if self.config.max_time is None else time.monotonic() + self.config.max_time
         closers = [training.stream.close, training.gradients.zero, *(callback.close for callback in self.callbacks)]
-        life = FitLifecycle(run, self._dispatcher, self._requests, self._random_streams(), self._saver, closers)
+        life = FitLifecycle(run, self._dispatcher, self._requests, self._training().random, self._saver, closers)
         with run_environment(self.config, self.context.device), life.around():
             set_train_modes(self.stages)
-            self._dispatcher.emit(events.FitStart, resumed=resumed, settings=plain_settings(self))
+            settings = assembly.plain_settings(self._recipe, self.strategy, self.context, run.total_steps)
+            self._dispatcher.emit(events.FitStart, resumed=resumed, settings=settings)
             self._requests.carry_out()
             training.fit()
             self._finish()
 
     def _finish(self) -> None:
         """What the end of the steps brings: the last values, the end events, the last save, durable."""
-        self._training().guard.resolve()
+        self._training().loop.guard.resolve()
         self._records.close_step(self._run.step)
         self._records.flush()
         self._dispatcher.emit(events.FitEnd, reason=self._run.stop_reason)
@@ -367,58 +314,22 @@ class Trainer:
 
         Changes nothing of the run: random streams, train and eval modes, data position and gradients stay as they are.
         """
-        task, emit = task or self.task, self._dispatcher.emit
-        with self._other_loop("evaluation", "evaluate()", "trainer.request('evaluate', data=...) does it after the step"):
-            self._records.flush()
-            emit(events.EvaluateStart)
-            with self._forward_only(data) as stream:
-                limit = self.config.dev_steps or self.config.limit_evaluate_packs
-                values = loop.evaluate(stream, self._built().call, task, self.context, prefix=name, limit=limit)
-            emit(events.EvaluateEnd, values=values)
-        if not values:
-            raise ConfigurationError("evaluate(data): the data gave no sample that counts, so there is no loss; is it empty or exhausted?")
+        values = self._inference("evaluate()", "trainer.request('evaluate', data=...) does it after the step").evaluate(
+            data, task or self.task, name
+        )
         self._deliver(self._run.step, dict(values))
         return values
 
     def predict(self, data: Any, *, task: Task | None = None, each: Callable[[Any], None] | None = None) -> list[Any]:
         """What `task.process_outputs` gives for each microbatch, in order, on the host. With `each` they go there instead, as they come."""
-        task = task or self.task
         results: list[Any] = []
-        with self._other_loop("prediction", "predict()", "call it after fit() or in on_fit_end"):
-            self._dispatcher.emit(events.PredictStart)
-            with self._forward_only(data) as stream:
-                for outputs in loop.predict(stream, self._built().call, task, self.context, limit=self.config.dev_steps):
-                    (results.append if each is None else each)(map_tensors(lambda t: t.detach().cpu(), outputs))
-            self._dispatcher.emit(events.PredictEnd)
+        self._inference("predict()", "call it after fit() or in on_fit_end").predict(data, task or self.task, each or results.append)
         return results
 
-    @contextmanager
-    def _other_loop(self, phase: Literal["evaluation", "prediction"], what: str, instead: str) -> Iterator[None]:
+    def _inference(self, what: str, instead: str) -> Inference:
         self._run.refuse_inside_step(what, instead)
         self.build()
-        before, self._run.phase = self._run.phase, phase
-        try:
-            yield
-        except BaseException as error:
-            if before == "idle":  # inside a fit, the fit tells it
-                self._dispatcher.emit(events.RunException, exception=error)
-            raise
-        finally:
-            self._run.phase = before
-
-    @contextmanager
-    def _forward_only(self, data: Any) -> Iterator[DataStream]:
-        """A stream over other data, with the model in eval mode, and everything of the run as it was afterwards."""
-        provider = as_provider(data)
-        if provider is not self.data:
-            provider.setup(self.context, self.config.seed)
-        stream = assembly.open_stream(provider, self.context, self.config, training=False)
-        model = self._built()
-        try:
-            with forked(self.context.device), eval_modes(model.stages), torch.no_grad(), model.autocast():
-                yield stream
-        finally:
-            stream.close()
+        return Inference(self.config, self.context, self._model(), self.data, self._run, self._records, self._dispatcher)
 
     # ---- saving
 
@@ -435,27 +346,7 @@ class Trainer:
 
     def _save(self, path: str | None = None, asynchronous: bool | None = None) -> None:
         self.build()
-        training, step = self._training(), self._run.step
-        if path is None:
-            folders = [callback.folder for callback in self._checkpoints()]
-            if not folders:
-                raise ConfigurationError("there is no Checkpoint callback, so save_checkpoint(path=...) needs a path")
-            path = folders[0].path_for(step)
-        training.guard.resolve()
-        self._records.flush()
-        self._dispatcher.emit(events.CheckpointStart, path=path, step=step)
-        assert self._state is not None
-        tensors, values = self._state.collect()
-        dispatcher, saved = self._dispatcher, {"path": path, "step": step}
-        self._saver.save(
-            path,
-            tensors,
-            values,
-            step=step,
-            identity=self._state.identity,
-            asynchronous=bool(asynchronous),
-            on_saved=lambda: dispatcher.emit(events.CheckpointSaved, **saved),
-        )
+        self._saving().save(path, asynchronous=bool(asynchronous))
 
     def load_checkpoint(self, path: str | os.PathLike[str], parts: Sequence[str] | None = None) -> None:
         """Bring the run to a saved state. Without `parts` everything must fit, and it must be a checkpoint of this run.
@@ -464,14 +355,11 @@ class Trainer:
         """
         self._run.refuse_inside_step("load_checkpoint()", "call it before fit(), or pass fit(resume=path)")
         self.build()
-        self._training()
-        assert self._state is not None
-        self._saver.wait()
-        step = self._state.restore(os.fspath(path), parts)
-        self._dispatcher.emit(events.CheckpointLoaded, path=os.fspath(path), step=step)
+        self._saving().load(os.fspath(path), parts)
 
-    def _checkpoints(self) -> list[Checkpoint]:
-        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+    def _saving(self) -> Saving:
+        folders = [callback.folder for callback in self.callbacks if isinstance(callback, Checkpoint)]
+        return Saving(self._saver, self._training().state, self._records, self._dispatcher, folders)
 
     def export(
         self,
@@ -488,11 +376,12 @@ class Trainer:
         """
         self._run.refuse_inside_step("export()", "call it after fit() or in on_fit_end")
         self.build()
-        if self._loop is not None:
-            self._loop.guard.resolve()
-        stage = self._built().contexts[0]
+        model = self._model()
+        if model.table.trainable():
+            self._training().loop.guard.resolve()
+        stage = model.contexts[0]
         mapper = mapper or self._recipe.model_provider.export_mapper(stage)
-        items = mapped_items(self._built().table.tensors(), mapper)
+        items = mapped_items(model.table.tensors(), mapper)
         return write_model_state(path, items, max_shard_size=max_shard_size, dtype=dtype)
 
     # ---- the rest
@@ -507,15 +396,7 @@ class Trainer:
             return
         self._closed = True
         self._saver.close()
-        if self._loop is not None:
-            self._loop.stream.close()
+        if self._parts is not None and self._parts.training is not None:
+            self._parts.training.loop.stream.close()
         self._recipe.data.close()
         self._recipe.task.finalize()
-
-
-def _with_defaults(callbacks: list[Callback], config: TrainerConfig) -> list[Callback]:
-    """The given callbacks, and the default ones of which none was given. A `fast_dev_run` leaves no files behind."""
-    defaults = [kind() for kind in (Summary, Progress, Signals) if not any(isinstance(c, kind) for c in callbacks)]
-    if config.fast_dev_run:
-        callbacks = [c for c in callbacks if not c.is_logger and not isinstance(c, Checkpoint)]
-    return defaults + callbacks

@@ -68,10 +68,8 @@ def test_a_run_is_interrupted_resumed_finished_and_started_again(tmp_path: Path)
     with safe_open(tmp_path / "run" / "model" / "model.safetensors", framework="pt") as file:
         assert "embedding.weight" in file.keys()  # noqa: SIM118
 
-    again = finish(start(tmp_path, steps))
-    assert f"{steps} of {steps} steps are finished" in again
-    assert "model.safetensors writes:" in again
-    fewer = finish(start(tmp_path, 5))
-    assert f"{steps} of 5 steps are finished" in fewer
+    again = finish(start(tmp_path, 5))  # fewer than are finished
+    assert f"{steps} of 5 steps are finished" in again
+    assert "model.safetensors writes:\n\nThe " in again
     assert checkpoint_steps(tmp_path) == [stopped_at, steps]
     assert recorded_steps(tmp_path, "train/loss") == trained

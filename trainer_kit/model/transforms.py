@@ -15,7 +15,7 @@ from trainer_kit.exceptions import ConfigurationError
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks of a model: the members of its outermost lists (ModuleList, ModuleDict, Sequential) whose class occurs at least twice."""
+    """The repeated blocks of a model: members of its outermost lists (ModuleList, ModuleDict, Sequential) whose class occurs twice."""
     found: list[tuple[str, nn.Module]] = []
 
     def visit(module: nn.Module, prefix: str) -> None:

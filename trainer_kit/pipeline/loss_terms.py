@@ -40,7 +40,8 @@ def pack_weights(inputs: Sequence[ForwardInputs]) -> SharedWeights | TermWeights
     kinds = {"mapping" if isinstance(weight, Mapping) else type(weight) is type(None) for weight in weights}
     if len(kinds) > 1:
         raise ConfigurationError(
-            "ForwardInputs.weight is given for some microbatches of a pack and not, or otherwise, for others; declare it the same way in all"
+            "ForwardInputs.weight is given for some microbatches of a pack and not, or otherwise, for others; "
+            "declare it the same way in all"
         )
     if "mapping" in kinds:
         return TermWeights([{name: checked_weight(w, name) for name, w in weight.items()} for weight in weights])  # type: ignore[union-attr]

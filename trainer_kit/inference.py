@@ -1,0 +1,84 @@
+"""Evaluation and prediction: forward-only passes that leave everything of a run as it was.
+
+Random streams, train and eval modes, gradients and the position of the training data are the same afterwards, however the pass ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from trainer_kit import assembly, events, loop
+from trainer_kit.callback import Dispatcher
+from trainer_kit.config import TrainerConfig
+from trainer_kit.data import DataProvider, DataStream, as_provider, map_tensors
+from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.mesh import DistributedContext
+from trainer_kit.model.modes import eval_modes
+from trainer_kit.random_state import forked
+from trainer_kit.records import Records
+from trainer_kit.run_state import RunState
+from trainer_kit.task import Task
+
+
+@dataclass
+class Inference:
+    """Runs the model over other data. `training_data` is set up already, and may be evaluated too."""
+
+    config: TrainerConfig
+    context: DistributedContext
+    model: assembly.BuiltModel
+    training_data: DataProvider
+    run: RunState
+    records: Records
+    dispatcher: Dispatcher
+
+    def evaluate(self, data: Any, task: Task, name: str) -> dict[str, float]:
+        """The weighted mean losses and metrics over one pass."""
+        with self._phase("evaluation"):
+            self.records.flush()
+            self.dispatcher.emit(events.EvaluateStart)
+            with self._forward_only(data) as stream:
+                limit = self.config.dev_steps or self.config.limit_evaluate_packs
+                values = loop.evaluate(stream, self.model.call, task, self.context, prefix=name, limit=limit)
+            self.dispatcher.emit(events.EvaluateEnd, values=values)
+        if not values:
+            raise ConfigurationError("evaluate(data): the data gave no sample that counts, so there is no loss; is it empty or exhausted?")
+        return values
+
+    def predict(self, data: Any, task: Task, each: Callable[[Any], None]) -> None:
+        """Give the host outputs of each microbatch to `each`, in order."""
+        with self._phase("prediction"):
+            self.dispatcher.emit(events.PredictStart)
+            with self._forward_only(data) as stream:
+                for outputs in loop.predict(stream, self.model.call, task, self.context, limit=self.config.dev_steps):
+                    each(map_tensors(lambda tensor: tensor.detach().cpu(), outputs))
+            self.dispatcher.emit(events.PredictEnd)
+
+    @contextmanager
+    def _phase(self, phase: Literal["evaluation", "prediction"]) -> Iterator[None]:
+        before, self.run.phase = self.run.phase, phase
+        try:
+            yield
+        except BaseException as error:
+            if before == "idle":  # inside a fit, the fit tells it
+                self.dispatcher.emit(events.RunException, exception=error)
+            raise
+        finally:
+            self.run.phase = before
+
+    @contextmanager
+    def _forward_only(self, data: Any) -> Iterator[DataStream]:
+        provider = as_provider(data)
+        if provider is not self.training_data:
+            provider.setup(self.context, self.config.seed)
+        stream = assembly.open_stream(provider, self.context, self.config, training=False)
+        try:
+            with forked(self.context.device), eval_modes(self.model.stages), torch.no_grad(), self.model.autocast():
+                yield stream
+        finally:
+            stream.close()

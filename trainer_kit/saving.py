@@ -1,0 +1,60 @@
+"""Saving and loading training checkpoints: when it is allowed, what must be settled first, and which events tell of it.
+
+What is saved is in `checkpoint/state.py`; how it becomes valid is in `checkpoint/saver.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer_kit import events
+from trainer_kit.callback import Dispatcher
+from trainer_kit.checkpoint import CheckpointFolder, CheckpointSaver
+from trainer_kit.checkpoint.state import TrainingState
+from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.records import Records
+
+
+@dataclass
+class Saving:
+    """Saves and restores one run. `folders` are those of its Checkpoint callbacks."""
+
+    saver: CheckpointSaver
+    state: TrainingState
+    records: Records
+    dispatcher: Dispatcher
+    folders: Sequence[CheckpointFolder]
+
+    def save(self, path: str | None, *, asynchronous: bool) -> None:
+        """Save now; with `asynchronous` the writing goes on in the background."""
+        run, guard = self.state.loop.run, self.state.loop.guard
+        if path is None:
+            if not self.folders:
+                raise ConfigurationError("there is no Checkpoint callback, so save_checkpoint(path=...) needs a path")
+            path = self.folders[0].path_for(run.step)
+        guard.resolve()  # a step whose gradients were not finite must never be saved
+        self.records.flush()
+        self.dispatcher.emit(events.CheckpointStart, path=path, step=run.step)
+        tensors, values = self.state.collect()
+        dispatcher, told = self.dispatcher, {"path": path, "step": run.step}
+        self.saver.save(
+            path,
+            tensors,
+            values,
+            step=run.step,
+            identity=self.state.identity,
+            asynchronous=asynchronous,
+            on_saved=lambda: dispatcher.emit(events.CheckpointSaved, **told),
+        )
+
+    def load(self, path: str, parts: Sequence[str] | None) -> None:
+        """Bring the run to the state in a folder, or to some parts of it."""
+        self.saver.wait()
+        step = self.state.restore(path, parts)
+        self.dispatcher.emit(events.CheckpointLoaded, path=path, step=step)
+
+    def newest(self) -> str | None:
+        """The newest valid checkpoint in the folders of the run; None if there is none."""
+        found = [(saved.step, folder.path_for(saved.step)) for folder in self.folders if (saved := folder.newest()) is not None]
+        return max(found)[1] if found else None
