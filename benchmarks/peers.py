@@ -13,9 +13,8 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
-
 from contenders import LOG_EVERY, Job, Stopwatch, as_it_is, make_optimizer
+from torch import nn
 
 
 class Fabric:
@@ -165,7 +164,12 @@ class HuggingFace:
             dataloader_pin_memory=False,
         )
         trainer = Trainer(
-            self._net, arguments, data_collator=as_it_is, train_dataset=self._job.rows, optimizers=(self._optimizer, None), callbacks=[Ticks()]
+            self._net,
+            arguments,
+            data_collator=as_it_is,
+            train_dataset=self._job.rows,
+            optimizers=(self._optimizer, None),
+            callbacks=[Ticks()],
         )
         trainer.train()
 

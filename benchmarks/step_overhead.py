@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
 from contenders import LOG_EVERY, Plain, Stopwatch, TrainerKit, tiny_job, transformer_job
+
 from trainer_kit.models import DecoderConfig
 
 MAX_MICROSECONDS = 40.0
@@ -66,7 +66,8 @@ def compare_tiny(rounds: int, steps: int, with_peers: bool) -> list[str]:
         contenders += installed_peers(job)
     found = measure(contenders, Stopwatch(LEAD, steps), rounds)
     plain = found[Plain.name]
-    print(f"Linear(32, 64), ReLU, Linear(64, 10), batch 16, log_every={LOG_EVERY}: {rounds} rounds of {steps} steps each, CPU microseconds per step")
+    print(f"Linear(32, 64), ReLU, Linear(64, 10), batch 16; all at log_every={LOG_EVERY}")
+    print(f"{rounds} rounds of {steps} steps each, CPU microseconds per step")
     print(f"{'':32}{'median':>10}{'overhead':>10}{'(quartiles)':>18}")
     overheads = {}
     for name, seconds in found.items():
@@ -88,10 +89,11 @@ def compare_large(rounds: int, steps: int, config: DecoderConfig, sequences: int
     ratios = [mine / base for mine, base in zip(found["trainer_kit"], found[Plain.name], strict=True)]
     ratio = statistics.median(ratios)
     low, _, high = statistics.quantiles(ratios, n=4) if rounds > 1 else (ratio,) * 3
-    size = f"{config.num_parameters / 1e6:.1f}M parameters, 4 microbatches of {sequences} x {length} tokens"
-    print(f"{size}: {rounds} rounds of {steps} steps, CPU milliseconds per step")
-    print(f"{Plain.name} {statistics.median(found[Plain.name]) * 1e3:.1f}, trainer_kit {statistics.median(found['trainer_kit']) * 1e3:.1f}, "
-          f"ratio {ratio:.4f} ({low:.4f} .. {high:.4f})")  # fmt: skip
+    print(f"Decoder of {config.num_parameters / 1e6:.1f}M parameters, 4 microbatches of {sequences} x {length} tokens; all at log_every={LOG_EVERY}")
+    print(f"{rounds} rounds of {steps} steps each, CPU milliseconds per step")
+    for name, seconds in found.items():
+        print(f"{name:32}{statistics.median(seconds) * 1e3:10.2f}")
+    print(f"{'ratio':32}{ratio:10.4f}{'':10}{f'({low:.4f} .. {high:.4f})':>18}")
     return [f"trainer_kit takes {ratio:.4f} of the hand-written loop, the limit is {MAX_RATIO}"] if ratio > MAX_RATIO else []
 
 
@@ -99,10 +101,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=400, help="measured steps of a round")
-    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="compare with the libraries that are installed")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="compare with installed libraries")
     parser.add_argument("--skip-large", action="store_true")
     parser.add_argument("--large-rounds", type=int, default=15)
-    parser.add_argument("--smoke", action="store_true", help="a tiny transformer in place of the large job: shows that the script works, no more")
+    parser.add_argument("--smoke", action="store_true", help="a tiny transformer in place of the large one: shows that it works")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -78,6 +78,6 @@ model.load_state_dict(load_file(args.out / "model" / file_name))
 
 # 6. Write.
 prompt = torch.tensor([[number[character] for character in "The "]])
-written = generate(model, prompt, max_new_tokens=300, temperature=0.7, generator=torch.Generator().manual_seed(0))
+written = generate(model, prompt, max_new_tokens=300, temperature=0.5, generator=torch.Generator().manual_seed(0))
 print(f"\n{args.out / 'model' / file_name} writes:\n")
 print("".join(alphabet[index] for index in written[0].tolist()))

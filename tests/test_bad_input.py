@@ -546,7 +546,8 @@ def test_the_table_is_long_enough():
 # What only the model, the device or the length of the run can tell; the rest is wrong by itself.
 NEEDS_A_BUILD = {
     "host syncs on a CPU", "no blocks to recompute", "no module of that name", "optimizer of other parameters", "schedule by metric",
-    "schedule too long", "schedule without a segment", "model callable without return", "pattern without a parameter", "Muon without a matrix",
+    "schedule too long", "schedule without a segment", "model callable without return", "pattern without a parameter",
+    "Muon without a matrix",
 }  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def test_config_and_settings_add_up():
 @pytest.mark.parametrize("make", [lambda **s: make_config(None, s), lambda **s: make_config(s, {}), TrainerConfig])
 def test_an_unknown_setting_is_an_error_with_the_nearest_name(make):
     """B141: however the settings come in."""
-    with pytest.raises(ConfigurationError, match=r"lerning_rat_seed|totl_steps.*did you mean 'total_steps'"):
+    with pytest.raises(ConfigurationError, match="totl_steps.*did you mean 'total_steps'"):
         make(totl_steps=3)
 
 
@@ -302,7 +302,7 @@ def test_compiled_blocks_train_as_the_others():
 
 
 def test_trainable_only_without_anything_frozen_is_reported(tmp_path, caplog):
-    """Contract 45: the checkpoint would hold all weights all the same."""
+    """Contract 45: the checkpoint holds all weights all the same, so the setting has no effect."""
     quiet_trainer(Scalar(), MeanTask(), [t(1)]).export(tmp_path / "base")
-    with pytest.raises(ConfigurationError, match="checkpoint_trainable_only"):
-        fit(callbacks=[Checkpoint(tmp_path / "c", every=1)], source_model=tmp_path / "base", checkpoint_trainable_only=True)
+    fit(source_model=tmp_path / "base", checkpoint_trainable_only=True)
+    assert "checkpoint_trainable_only" in caplog.text

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
+def run_backward(losses: tuple[torch.Tensor, ...], starts: tuple[torch.Tensor, ...]) -> None:
+    """`torch.autograd.backward(losses, starts)` for starts that are known to fit: its checks cost as much as the update of a small model."""
+    torch.autograd.graph._engine_run_backward(losses, starts, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def flag_non_finite(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
     """Set `flag` (one float32 element) to 1 if any element is inf or nan; all tensors of one device and dtype.
 

@@ -384,8 +384,6 @@ class Trainer:
         items = mapped_items(model.table.tensors(), mapper)
         return write_model_state(path, items, max_shard_size=max_shard_size, dtype=dtype)
 
-    # ---- the rest
-
     def describe(self) -> Description:
         """The parts, the batch arithmetic, parameter counts, the mesh, and who listens to what; shows as a table in a notebook."""
         return describe(self)

@@ -8,7 +8,6 @@ microbatch: reading again what was skipped then gives the same data.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Iterator
@@ -76,8 +75,10 @@ class EpochReader:
     def _pull(self, in_own_streams: bool) -> Any:
         if self.ended:
             return _END
-        streams = fork_random(self._seed, "microbatch", self.epoch, self.num_read) if in_own_streams else contextlib.nullcontext()
-        with streams:
+        if in_own_streams:
+            with fork_random(self._seed, "microbatch", self.epoch, self.num_read):
+                item = next(self._iterator, _END)
+        else:
             item = next(self._iterator, _END)
         self.ended = item is _END
         return item

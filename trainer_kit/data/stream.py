@@ -7,7 +7,6 @@ places, where fetching goes on (`_tail`) and where the last pack that was handed
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -131,7 +130,10 @@ class DataStream:
         while not self._is_at_end():
             if self._packs is None:
                 self._packs = self._open()
-            with self._streams(self._tail.num_packs):
+            if self._depth and self._provider.draws_random:
+                with fork_random(self._seed, "pack", self._tail.epoch, self._tail.num_packs):
+                    found = next(self._packs, None)
+            else:
                 found = next(self._packs, None)
             if found is not None:
                 return self._in_epoch(as_pack(found, self._tail.epoch, self._name))
@@ -178,8 +180,3 @@ class DataStream:
                 with fork_random(self._seed, "pack", self._tail.epoch, index):
                     next(packs, None)
         return packs
-
-    def _streams(self, index: int) -> contextlib.AbstractContextManager[None]:
-        if self._depth and self._provider.draws_random:
-            return fork_random(self._seed, "pack", self._tail.epoch, index)
-        return contextlib.nullcontext()

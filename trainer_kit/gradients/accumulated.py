@@ -30,9 +30,9 @@ class Gradients:
         self._parameters = [row.parameter for row in rows]
         self._grad_dtype = grad_dtype
         self._cast = [p for p in self._parameters if grad_dtype is not None and p.dtype != grad_dtype] if cast_for_update else []
+        self._members: list[list[torch.nn.Parameter]] = []  # parameters whose gradients share device and dtype
         self._groups: list[list[torch.Tensor]] = []
         self._norms: dict[float, torch.Tensor] = {}
-        self._checked = False
         self._set_grad_dtype(self._parameters)
 
     def _set_grad_dtype(self, parameters: Sequence[Any]) -> None:
@@ -44,15 +44,12 @@ class Gradients:
     def finish(self, weight: float | torch.Tensor) -> None:
         """Divide by the weight of the pack. A parameter that nothing used has a zero gradient, as on every mesh."""
         self._norms = {}
-        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for parameter in self._parameters:
-            grad = parameter.grad
-            if grad is None:
-                grad = parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
-            groups.setdefault((grad.device, grad.dtype), []).append(grad)
-        self._groups = list(groups.values())
-        if not self._checked:
-            self._check_layout()
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        if not self._members:
+            self._group()
+        self._groups = [[parameter.grad for parameter in members] for members in self._members]  # type: ignore[misc]
         if isinstance(weight, torch.Tensor):
             weight = torch.where(weight == 0, 1, weight)
         elif weight in (0, 1):
@@ -60,11 +57,15 @@ class Gradients:
         for group in self._groups:
             torch._foreach_div_(group, weight)
 
-    def _check_layout(self) -> None:
+    def _group(self) -> None:
+        groups: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
         for row in self._rows:
-            if row.parameter.grad is not None and row.parameter.grad.layout != torch.strided:
+            gradient = row.parameter.grad
+            assert gradient is not None
+            if gradient.layout != torch.strided:
                 raise ModelError(f"the gradient of {row.name!r} is sparse; build its layer with sparse=False, a dense gradient is needed")
-        self._checked = True
+            groups.setdefault((gradient.device, gradient.dtype), []).append(row.parameter)
+        self._members = list(groups.values())
 
     def norm(self, p: float = 2.0) -> torch.Tensor:
         """The p-norm over all gradients as a device tensor; the formula of `torch.nn.utils.get_total_norm`.

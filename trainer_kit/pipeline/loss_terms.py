@@ -6,6 +6,7 @@ of its own starts from `weight * total_main / total_k`, so that one division mak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,8 @@ class Term:
 def pack_weights(inputs: Sequence[ForwardInputs]) -> SharedWeights | TermWeights:
     """The weights that a task declared for the microbatches of a pack."""
     weights = [given.weight for given in inputs]
+    if all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights):  # the usual case, in every step
+        return SharedWeights(weights)  # type: ignore[arg-type]
     kinds = {"mapping" if isinstance(weight, Mapping) else type(weight) is type(None) for weight in weights}
     if len(kinds) > 1:
         raise ConfigurationError(
@@ -68,7 +71,7 @@ class SharedWeights:
         """The terms of one microbatch from what `compute_loss` returned and the forward added."""
         others: list[tuple[str, Any]] = []
         name = MAIN
-        if isinstance(returned, Mapping):
+        if type(returned) is not torch.Tensor and isinstance(returned, Mapping):
             if not returned:
                 raise ConfigurationError("compute_loss returned an empty mapping, expected at least one loss")
             (name, returned), *others = returned.items()
@@ -166,7 +169,7 @@ def checked_weight(weight: Weight, name: str) -> Weight:
         if weight.device.type != "cpu":
             return weight.detach().reshape(())
         weight = read_cpu_scalar(weight)  # on a CPU a weight of 0 is known before the backward
-    if not 0 <= weight < float("inf"):
+    if not 0 <= weight < math.inf:
         raise ConfigurationError(f"the weight{where} is {weight}, expected a finite number that is not negative")
     return weight
 

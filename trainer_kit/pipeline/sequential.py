@@ -19,6 +19,7 @@ from trainer_kit.mesh.context import DistributedContext
 from trainer_kit.metrics import Metric
 from trainer_kit.pipeline.loss_terms import MAIN, SharedWeights, Term, TermWeights, check_loss, pack_weights
 from trainer_kit.task import ForwardInputs, Task, Weight
+from trainer_kit.torch_private import run_backward
 
 
 @dataclass(slots=True)
@@ -129,7 +130,7 @@ class SequentialRunner:
         # A term of weight 0 may be nan (a mean over nothing), which 0 times nan would bring into the gradients.
         counted = [term for term in terms if isinstance(term.start, torch.Tensor) or term.start]
         if counted:
-            torch.autograd.backward([term.loss for term in counted], [self._start(term) for term in counted])
+            run_backward(tuple([term.loss for term in counted]), tuple([self._start(term) for term in counted]))
 
     def _start(self, term: Term) -> torch.Tensor:
         """The tensor from which the backward of a term starts; those of host weights are kept."""

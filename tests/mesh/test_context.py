@@ -1,0 +1,38 @@
+"""The place of a process: its ranks, and the losses that modules add during a forward."""
+
+import pytest
+import torch
+
+from trainer_kit import DistributedContext, MeshStrategy
+from trainer_kit.exceptions import StateError
+
+
+def context(**places) -> DistributedContext:
+    return DistributedContext(strategy=MeshStrategy(), device=torch.device("cpu"), **places)
+
+
+def test_one_process_is_the_main_one():
+    """Contract 10."""
+    assert context().is_main and not context(rank=1, world_size=2).is_main
+    assert context().describe() == "1 process on cpu" and context(world_size=4).describe() == "4 ranks on cpu"
+
+
+def test_one_process_has_no_mesh():
+    """Contract 10: a component that needs one is told to look first."""
+    with pytest.raises(StateError, match="'dense'.*world_size > 1"):
+        context().mesh_for("dense")
+
+
+def test_added_losses_are_taken_once_in_order():
+    place = context()
+    first, second = torch.ones(()), torch.zeros(())
+    place.add_loss("router", first, coefficient=0.5)
+    place.add_loss("z", second)
+    assert [(added.name, added.coefficient) for added in place.take_losses()] == [("router", 0.5), ("z", 1.0)]
+    assert place.take_losses() == []
+
+
+def test_two_contexts_share_nothing():
+    one, other = context(), context()
+    one.add_loss("router", torch.ones(()))
+    assert other.take_losses() == []

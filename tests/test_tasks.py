@@ -1,0 +1,261 @@
+"""Tasks: the optional methods and when they are called; SupervisedTask and CausalLMTask against torch."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support import Gradients, MeanTask, Scalar, quiet_trainer, sgd
+from trainer_kit import Args, CausalLMTask, ForwardInputs, SupervisedTask
+from trainer_kit.callbacks import Checkpoint
+from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.metrics import Mean
+
+
+def t(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def test_setup_and_finalize_are_called_once_each():
+    calls = []
+
+    class Counts(MeanTask):
+        def setup(self, context):
+            calls.append(("setup", context.rank))
+
+        def finalize(self):
+            calls.append("finalize")
+
+    trainer = quiet_trainer(Scalar(), Counts(), [t(1)])
+    trainer.fit()
+    trainer.fit(total_steps=2)
+    trainer.evaluate([t(1)])
+    trainer.close()
+    trainer.close()
+    assert calls == [("setup", 0), "finalize"]
+
+
+def test_inputs_of_a_pack_are_made_before_its_first_forward():
+    """The weights of all microbatches are known on the host before anything runs."""
+    calls = []
+
+    class Order(MeanTask):
+        def build_forward_inputs(self, batch):
+            calls.append("inputs")
+            return super().build_forward_inputs(batch)
+
+        def compute_loss(self, pipeline_results, state):
+            calls.append("loss")
+            return pipeline_results
+
+    quiet_trainer(Scalar(), Order(), [t(1)] * 3, accumulate=3).fit()
+    assert calls == ["inputs"] * 3 + ["loss"] * 3
+
+
+def test_forward_and_backward_of_each_microbatch_alternate():
+    """Contract 21: never all forwards first, so that one microbatch's activations are alive at a time."""
+    calls = []
+
+    class Traced(Scalar):
+        def forward(self, c):
+            calls.append("forward")
+            out = super().forward(c)
+            out.register_hook(lambda grad: calls.append("backward"))
+            return out
+
+    quiet_trainer(Traced(), MeanTask(), [t(1)] * 3, accumulate=3).fit()
+    assert calls == ["forward", "backward"] * 3
+
+
+def test_metrics_are_updated_without_a_graph_and_per_microbatch():
+    seen = []
+
+    class WithMetric(MeanTask):
+        def metrics(self):
+            return {"c": Mean()}
+
+        def update_metrics(self, metrics, pipeline_results, state):
+            seen.append((torch.is_grad_enabled(), len(state)))
+            metrics["c"].update(state)
+
+    trainer = quiet_trainer(Scalar(), WithMetric(), [t(1), t(2, 6), t()], accumulate=3, log_every=1)
+    trainer.fit()
+    assert seen == [(False, 1), (False, 2)]  # a microbatch in which nothing counts takes no part
+    assert trainer.history.last("train/c") == (1, 3.0)
+
+
+def test_anything_with_update_compute_and_reset_is_a_metric():
+    class Own:
+        def __init__(self):
+            self.total = 0.0
+
+        def update(self, value):
+            self.total += float(value.sum())
+
+        def compute(self):
+            return self.total
+
+        def reset(self):
+            self.total = 0.0
+
+    class WithOwn(MeanTask):
+        def metrics(self):
+            return {"own": Own()}
+
+        def update_metrics(self, metrics, pipeline_results, state):
+            metrics["own"].update(state)
+
+    trainer = quiet_trainer(Scalar(), WithOwn(), [t(1), t(2), t(4)], log_every=2)
+    trainer.fit()
+    assert trainer.history.values("train/own") == [(2, 3.0), (3, 4.0)]
+
+
+def test_a_metric_of_torchmetrics_is_accepted_and_survives_a_resume(tmp_path):
+    """Issue 2, part 4: its state, which it keeps to itself unless asked, is in the checkpoint."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class WithTheirs(MeanTask):
+        def metrics(self):
+            return {"theirs": torchmetrics.MeanMetric()}
+
+        def update_metrics(self, metrics, pipeline_results, state):
+            metrics["theirs"].update(state)
+
+    def run(**settings):
+        trainer = quiet_trainer(Scalar(), WithTheirs(), [t(1), t(3), t(8), t(16)], log_every=4, **settings)
+        trainer.fit()
+        return trainer
+
+    whole = run(callbacks=[Checkpoint(tmp_path, every=2)])
+    (tmp_path / "step-00000004").rename(tmp_path.parent / "later")
+    resumed = run(callbacks=[Checkpoint(tmp_path, every=2)])
+    assert whole.history.last("train/theirs") == resumed.history.last("train/theirs") == (4, 7.0)
+
+
+def test_args_are_positional_and_keyword_arguments_in_one():
+    class Both(Scalar):
+        def forward(self, c, *, factor):
+            return super().forward(c) * factor
+
+    class Passes(MeanTask):
+        def build_forward_inputs(self, batch):
+            return ForwardInputs(inputs=Args(batch, factor=3), state=batch, weight=1)
+
+    assert quiet_trainer(Both(2.0), Passes(), [t(1)]).evaluate([t(5)]) == {"val/loss": 30.0}
+
+
+@pytest.mark.parametrize("batch", [(torch.ones(3, 2), t(1, 2, 3)), {"image": torch.ones(3, 2), "label": t(1, 2, 3)}])
+def test_a_supervised_microbatch_weighs_its_samples(batch):
+    names = {"inputs": "image", "targets": "label"} if isinstance(batch, dict) else {}
+    given = SupervisedTask(F.mse_loss, **names).build_forward_inputs(batch)
+    assert given.weight == 3 and torch.equal(given.inputs, torch.ones(3, 2)) and torch.equal(given.state, t(1, 2, 3))
+
+
+def test_supervised_metrics_get_what_their_function_says():
+    task = SupervisedTask(F.mse_loss, metrics={"error": (Mean, lambda out, target: (out - target).abs())})
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    data = [(t(1, 2)[:, None], t(2, 4)[:, None]), (t(5)[:, None], t(5)[:, None])]
+    values = quiet_trainer(model, task, data).evaluate(data)
+    assert values["val/error"] == 1.0 and values["val/loss"] == pytest.approx(5 / 3)
+
+
+class Bigram(nn.Module):
+    """Logits of the next token from the token alone."""
+
+    def __init__(self, as_object: bool = False):
+        super().__init__()
+        self.table, self.as_object, self.calls = nn.Embedding(7, 7), as_object, []
+
+    def forward(self, input_ids, attention_mask=None):
+        self.calls.append(attention_mask)
+        logits = self.table(input_ids)
+        return SimpleNamespace(logits=logits) if self.as_object else logits
+
+
+def shifted_loss(model: Bigram, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The sum over the tokens that count, in the layout of transformers: position i predicts label i + 1."""
+    return F.cross_entropy(model.table(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum")
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_causal_loss_is_the_mean_over_tokens_of_the_whole_step(as_object, masked):
+    """B01: microbatches of other lengths and numbers of labels, against one sum by torch over one count."""
+    torch.manual_seed(0)
+    model, seen = Bigram(as_object), Gradients()
+    microbatches, total, count = [], 0.0, 0
+    for rows, length in ((2, 5), (3, 4), (1, 6)):
+        tokens = torch.randint(0, 7, (rows, length))
+        labels = torch.where(torch.rand(rows, length) < 0.4, -100, tokens) if masked else tokens
+        microbatches.append({"input_ids": tokens, "labels": labels} if masked else tokens)
+        total = total + shifted_loss(model, tokens, labels)
+        count += int((labels[:, 1:] != -100).sum())
+    expected = total / count
+    expected.backward()
+    gradient, model.table.weight.grad = model.table.weight.grad, None
+    trainer = quiet_trainer(model, CausalLMTask(), microbatches, callbacks=[seen], accumulate=3, log_every=1, optimizer=sgd(0.1))
+    trainer.fit()
+    torch.testing.assert_close(seen.seen[0]["table.weight"], gradient)
+    assert trainer.history.last("train/loss")[1] == pytest.approx(expected.item(), rel=1e-6)
+    assert trainer.history.last("train/perplexity")[1] == pytest.approx(expected.exp().item(), rel=1e-6)
+
+
+def test_a_microbatch_without_a_label_adds_nothing():
+    """B07: its mean is over nothing."""
+    tokens = torch.randint(0, 7, (2, 4), generator=torch.Generator().manual_seed(0))
+    empty, full = {"input_ids": tokens, "labels": torch.full_like(tokens, -100)}, {"input_ids": tokens, "labels": tokens}
+    model, seen = Bigram(), Gradients()
+    loss = shifted_loss(model, tokens, tokens) / (2 * 3)
+    (expected,) = torch.autograd.grad(loss, [model.table.weight])
+    trainer = quiet_trainer(model, CausalLMTask(), [empty, full], callbacks=[seen], accumulate=2, optimizer=sgd(0.0))
+    trainer.fit()
+    torch.testing.assert_close(seen.seen[0]["table.weight"], expected)
+    assert trainer.evaluate([empty, full])["val/loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_other_entries_go_to_the_model():
+    model = Bigram()
+    mask = torch.ones(1, 3)
+    quiet_trainer(model, CausalLMTask(), [1]).predict([{"input_ids": torch.tensor([[1, 2, 3]]), "attention_mask": mask}])
+    assert torch.equal(model.calls[0], mask)
+
+
+@pytest.mark.parametrize("batch", [3, {"tokens": torch.ones(1, 2)}, torch.ones(3), {"input_ids": torch.ones(1, 3), "labels": torch.ones(1, 2)}])
+def test_tokens_of_another_form_are_refused(batch):
+    with pytest.raises(ConfigurationError, match="CausalLMTask takes"):
+        CausalLMTask().build_forward_inputs(batch)
+
+
+def test_the_state_of_a_task_comes_back_before_the_first_step(tmp_path):
+    class Curriculum(MeanTask):
+        level = 0
+
+        def state_dict(self):
+            return {"level": self.level}
+
+        def load_state_dict(self, state):
+            self.level = state["level"]
+
+    first = quiet_trainer(Scalar(), Curriculum(), [t(1)] * 4)
+    first.fit(total_steps=2)
+    first.task.level = 3
+    first.save_checkpoint(tmp_path / "saved")
+    second = quiet_trainer(Scalar(), Curriculum(), [t(1)] * 4)
+    second.load_checkpoint(tmp_path / "saved")
+    assert second.task.level == 3
+
+
+def test_a_state_that_nobody_takes_back_is_an_error(tmp_path):
+    """Contract 27: nothing is silently left at its fresh value."""
+
+    class Forgets(MeanTask):
+        def state_dict(self):
+            return {"level": 1}
+
+    trainer = quiet_trainer(Scalar(), Forgets(), [t(1)])
+    trainer.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(ConfigurationError, match="Forgets.*level.*load_state_dict"):
+        trainer.load_checkpoint(tmp_path / "saved")
