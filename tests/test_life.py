@@ -298,3 +298,32 @@ def test_describe_shows_parts_and_listeners():
     text, html = str(trainer.describe()), trainer.describe()._repr_html_()
     for word in ("Scalar", "MeanTask", "accumulation", "on_step_end", "At", "1 process on cpu", "global batch size"):
         assert word in text and word in html
+
+
+def test_a_folder_of_another_run_is_refused_and_stays(tmp_path):
+    """Decision 8: also with resume="never"; the message says what differs."""
+    from trainer_kit.exceptions import CheckpointError
+
+    quiet_trainer(Scalar(), MeanTask(), [t(1)] * 3, callbacks=[Checkpoint(tmp_path, every=1)], seed=1).fit()
+    before = sorted(str(p) for p in tmp_path.rglob("*"))
+    for resume in ("auto", "never"):
+        with pytest.raises(CheckpointError, match="seed: 1 in the checkpoint, 2 now"):
+            quiet_trainer(Scalar(), MeanTask(), [t(1)] * 3, callbacks=[Checkpoint(tmp_path, every=1)], seed=2).fit(resume=resume)
+    assert sorted(str(p) for p in tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_begins_anew_sets_the_old_checkpoints_aside(tmp_path, caplog):
+    """What the folder held is kept under another name, and the next resume takes the new run's checkpoint."""
+
+    def make(**settings):
+        return quiet_trainer(Scalar(), MeanTask(), [t(1)] * 6, callbacks=[Checkpoint(tmp_path, every=2)], **settings)
+
+    make().fit()
+    make(total_steps=2).fit(resume="never")
+    assert "renamed" in caplog.text
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "previous-1-step-00000002", "previous-1-step-00000004", "previous-1-step-00000006", "step-00000002",
+    ]  # fmt: skip
+    again = make(total_steps=3)
+    again.fit(resume=tmp_path / "previous-1-step-00000002")
+    assert again.step == 3 and (tmp_path / "step-00000003").exists() and (tmp_path / "step-00000002").exists()

@@ -5,6 +5,7 @@ What is saved is in `checkpoint/state.py`; how it becomes valid is in `checkpoin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from trainer_kit.checkpoint import CheckpointFolder, CheckpointSaver
 from trainer_kit.checkpoint.state import TrainingState
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.records import Records
+
+logger = logging.getLogger("trainer_kit")
 
 
 @dataclass
@@ -53,6 +56,16 @@ class Saving:
         self.saver.wait()
         step = self.state.restore(path, parts)
         self.dispatcher.emit(events.CheckpointLoaded, path=path, step=step)
+
+    def prepare(self) -> None:
+        """Before the first step: refuse folders of another run, and set aside what lies ahead of the step from which this run goes on."""
+        for folder in self.folders:
+            valid = folder.list_valid()
+            if valid:
+                self.state.check_identity(folder.path_for(valid[-1].step))
+            aside = folder.set_aside(self.state.loop.run.step)
+            if aside:
+                logger.warning("checkpoints of later steps were renamed, so that none is resumed by mistake: %s", ", ".join(aside))
 
     def newest(self) -> str | None:
         """The newest valid checkpoint in the folders of the run; None if there is none."""

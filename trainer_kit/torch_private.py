@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run_backward(losses: tuple[torch.Tensor, ...], starts: tuple[torch.Tensor, ...]) -> None:
-    """`torch.autograd.backward(losses, starts)` for starts that are known to fit: its checks cost as much as the update of a small model."""
+    """`torch.autograd.backward(losses, starts)` for starts that are known to fit: its checks cost as much as a small model's update."""
     torch.autograd.graph._engine_run_backward(losses, starts, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 

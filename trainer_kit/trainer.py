@@ -100,8 +100,6 @@ class Trainer:
         self._parts: assembly.Parts | None = None
         self._closed = False
 
-    # ---- what callbacks and users read
-
     @property
     def step(self) -> int:
         """Number of finished optimizer steps."""
@@ -227,6 +225,7 @@ class Trainer:
                 self.context,
             )
             return
+        self._saving().prepare()
         self._fit(resumed)
 
     def _set_length(self, total_steps: int | None) -> None:

@@ -8,6 +8,7 @@ manifest, so a kill in the middle leaves no damaged checkpoint, and the next `re
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import warnings
@@ -87,6 +88,20 @@ class CheckpointFolder:
         for saved in gone:
             self._remove(saved.name)
         return [saved.name for saved in gone]
+
+    def set_aside(self, after: int) -> list[str]:
+        """Rename the valid checkpoints of steps beyond `after`, so that nothing resumes from them; returns their new names.
+
+        For a run that begins anew, or goes on from an earlier step: what it would have become before is kept and does not count.
+        """
+        renamed = []
+        for saved in self.list_valid():
+            if saved.step > after:
+                taken = set(self._folder.names())
+                name = next(n for k in itertools.count(1) if (n := f"previous-{k}-{saved.name}") not in taken)
+                self._folder.rename(saved.name, name)
+                renamed.append(name)
+        return renamed
 
     def remove_incomplete(self) -> list[str]:
         """Remove folders of saves that were killed, and return their names. Only for the one writer, while it does not save.

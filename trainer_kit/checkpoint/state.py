@@ -81,7 +81,8 @@ class TrainingState:
                 raise ConfigurationError(f"load_checkpoint(parts=...) has {part!r}; {nearest(part, PARTS)}")
         manifest = read_manifest(path)
         if parts is None:
-            self._check_identity(manifest, path)
+            for line in check_identity(manifest.identity, self.identity, path):
+                logger.warning("resuming with another setting: %s", line)
         chosen = PARTS if parts is None else tuple(parts)
         if "optimizer" in chosen:
             materialize_state(self.loop.optimizer)
@@ -91,9 +92,9 @@ class TrainingState:
         self._apply(found, chosen, everything=parts is None)
         return manifest.step
 
-    def _check_identity(self, manifest: Manifest, path: str) -> None:
-        for line in check_identity(manifest.identity, self.identity, path):
-            logger.warning("resuming with another setting: %s", line)
+    def check_identity(self, path: str) -> list[str]:
+        """Raise CheckpointError if the checkpoint at `path` is of another run; returns a line for each other difference."""
+        return check_identity(read_manifest(path).identity, self.identity, path)
 
     def _templates(self, manifest: Manifest, chosen: Sequence[str]) -> dict[str, torch.Tensor]:
         """Live tensors to load into where they fit; new ones where only the file knows the shape, or the saved dtype differs."""
