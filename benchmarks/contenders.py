@@ -7,10 +7,10 @@ Not here: other libraries (`peers.py`).
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,10 +179,9 @@ class TrainerKit:
     own_data: read by `AutoDataProvider` in place of the DataLoader of the others.
     """
 
-    def __init__(self, job: Job, *, own_data: bool = False) -> None:
+    def __init__(self, job: Job, folder: Path, *, own_data: bool = False) -> None:
         self.name = "trainer_kit, AutoDataProvider" if own_data else "trainer_kit"
         self._ticks = _Ticks()
-        self._folder = tempfile.TemporaryDirectory()
         data: Any = job.loader()
         if own_data:
             data = AutoDataProvider(job.rows, job.batch_size * job.accumulate, job.batch_size, as_it_is, shuffle=True)
@@ -192,7 +191,7 @@ class TrainerKit:
             job.task(),
             data,
             optimizer=make_optimizer,
-            callbacks=[self._ticks, TensorBoard(self._folder.name)],
+            callbacks=[self._ticks, TensorBoard(folder / self.name)],
             total_steps=self._num_steps,
             log_every=LOG_EVERY,
             **({} if own_data else {"accumulate": job.accumulate}),

@@ -6,10 +6,11 @@ Imported by those who compare; a library that is not installed is left out. Each
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
-import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class Fabric:
     name = "Fabric"
     package = "lightning"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, folder: Path) -> None:
         from lightning.fabric import Fabric as LightningFabric
 
         self._job = job
@@ -49,7 +50,7 @@ class Accelerate:
     name = "Accelerate"
     package = "accelerate"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, folder: Path) -> None:
         from accelerate import Accelerator
 
         self._job = job
@@ -74,12 +75,12 @@ class Lightning:
 
     package = "lightning"
 
-    def __init__(self, job: Job, *, with_log: bool = False) -> None:
+    def __init__(self, job: Job, folder: Path, *, with_log: bool = False) -> None:
         import lightning
 
         self.name = "Lightning, bar and log" if with_log else "Lightning, bare"
         self._job, self._with_log, self._lightning = job, with_log, lightning
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = str(folder)
 
         class Module(lightning.LightningModule):
             def __init__(self) -> None:
@@ -106,7 +107,7 @@ class Lightning:
         if self._with_log:
             from lightning.pytorch.loggers import TensorBoardLogger
 
-            logger = TensorBoardLogger(self._folder.name)
+            logger = TensorBoardLogger(self._folder)
         trainer = self._lightning.Trainer(
             accelerator="cpu",
             devices=1,
@@ -127,9 +128,9 @@ class HuggingFace:
     name = "Hugging Face Trainer"
     package = "transformers"
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, folder: Path) -> None:
         self._job = job
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = str(folder)
 
         class Net(nn.Module):
             def __init__(self) -> None:
@@ -150,7 +151,7 @@ class HuggingFace:
                 watch.step_done()
 
         arguments = TrainingArguments(
-            output_dir=self._folder.name,
+            output_dir=self._folder,
             per_device_train_batch_size=self._job.batch_size,
             num_train_epochs=1,
             logging_steps=LOG_EVERY,
@@ -174,10 +175,10 @@ class HuggingFace:
         trainer.train()
 
 
-def installed_peers(job: Job) -> list[Any]:
-    """One of each library that is there, quiet."""
+def installed_peers(job: Job, folder: Path) -> list[Any]:
+    """One of each library that is there, quiet; what they write goes to `folder`."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    kinds: list[Any] = [Fabric, Accelerate, Lightning, lambda job: Lightning(job, with_log=True), HuggingFace]
+    kinds: list[Any] = [Fabric, Accelerate, Lightning, functools.partial(Lightning, with_log=True), HuggingFace]
     packages = ["lightning", "accelerate", "lightning", "lightning", "transformers"]
-    return [kind(job) for kind, package in zip(kinds, packages, strict=True) if importlib.util.find_spec(package) is not None]
+    return [kind(job, folder) for kind, package in zip(kinds, packages, strict=True) if importlib.util.find_spec(package) is not None]

@@ -16,7 +16,9 @@ import gc
 import io
 import statistics
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,15 +57,15 @@ def measure(contenders: Sequence[Any], watch: Stopwatch, rounds: int) -> dict[st
     return found
 
 
-def compare_tiny(rounds: int, steps: int, with_peers: bool) -> list[str]:
+def compare_tiny(rounds: int, steps: int, with_peers: bool, folder: Path) -> list[str]:
     """Print the table of the tiny job; returns what is wrong."""
     job = tiny_job(LEAD + steps + 1)
-    contenders = [Plain(job), TrainerKit(job), TrainerKit(job, own_data=True)]
+    contenders = [Plain(job), TrainerKit(job, folder), TrainerKit(job, folder, own_data=True)]
     num_ours = len(contenders)
     if with_peers:
         from peers import installed_peers
 
-        contenders += installed_peers(job)
+        contenders += installed_peers(job, folder)
     found = measure(contenders, Stopwatch(LEAD, steps), rounds)
     plain = found[Plain.name]
     print(f"Linear(32, 64), ReLU, Linear(64, 10), batch 16; all at log_every={LOG_EVERY}")
@@ -82,14 +84,14 @@ def compare_tiny(rounds: int, steps: int, with_peers: bool) -> list[str]:
     return wrong + [f"trainer_kit adds more than {name}" for name in names[num_ours:] if overheads[name] <= ours]
 
 
-def compare_large(rounds: int, steps: int, config: DecoderConfig, sequences: int, length: int) -> list[str]:
+def compare_large(rounds: int, steps: int, config: DecoderConfig, sequences: int, length: int, folder: Path) -> list[str]:
     """Print the line of the large job; returns what is wrong."""
     job = transformer_job(2 + steps, config, sequences, length)
-    found = measure([Plain(job), TrainerKit(job)], Stopwatch(1, steps), rounds)
+    found = measure([Plain(job), TrainerKit(job, folder / "large")], Stopwatch(1, steps), rounds)
     ratios = [mine / base for mine, base in zip(found["trainer_kit"], found[Plain.name], strict=True)]
     ratio = statistics.median(ratios)
     low, _, high = statistics.quantiles(ratios, n=4) if rounds > 1 else (ratio,) * 3
-    print(f"Decoder of {config.num_parameters / 1e6:.1f}M parameters, 4 microbatches of {sequences} x {length} tokens; all at log_every={LOG_EVERY}")
+    print(f"Decoder, {config.num_parameters / 1e6:.1f}M parameters, 4 microbatches of {sequences} x {length} tokens; log_every={LOG_EVERY}")
     print(f"{rounds} rounds of {steps} steps each, CPU milliseconds per step")
     for name, seconds in found.items():
         print(f"{name:32}{statistics.median(seconds) * 1e3:10.2f}")
@@ -103,17 +105,18 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=400, help="measured steps of a round")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="compare with installed libraries")
     parser.add_argument("--skip-large", action="store_true")
-    parser.add_argument("--large-rounds", type=int, default=15)
+    parser.add_argument("--large-rounds", type=int, default=10)
     parser.add_argument("--smoke", action="store_true", help="a tiny transformer in place of the large one: shows that it works")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    wrong = compare_tiny(options.rounds, options.steps, options.peers)
-    if options.smoke:
-        config = DecoderConfig(vocab_size=32, num_layers=1, num_heads=2, hidden_size=32, max_seq_len=16)
-        wrong += compare_large(options.large_rounds, 1, config, 2, 16)
-    elif not options.skip_large:
-        wrong += compare_large(options.large_rounds, 2, DecoderConfig.small(), 4, 64)
+    with tempfile.TemporaryDirectory() as name:
+        wrong = compare_tiny(options.rounds, options.steps, options.peers, Path(name))
+        if options.smoke:
+            config = DecoderConfig(vocab_size=32, num_layers=1, num_heads=2, hidden_size=32, max_seq_len=16)
+            wrong += compare_large(options.large_rounds, 1, config, 2, 16, Path(name))
+        elif not options.skip_large:
+            wrong += compare_large(options.large_rounds, 2, DecoderConfig.small(), 8, 64, Path(name))
     print("FAILED: " + "; ".join(wrong) if wrong else "passed")
     return 1 if wrong else 0
 

@@ -98,7 +98,8 @@ class EMA(Callback):
         self._was_loaded = True
 
     def on_checkpoint_loaded(self, event: CheckpointLoaded) -> None:
-        if not self._was_loaded:  # a checkpoint from before this callback was used: the average starts at the weights it holds
+        # A checkpoint from before this callback was used: the average starts at the weights it holds.
+        if "model" in event.parts and not self._was_loaded:
             self._start_anew()
         self._was_loaded = False
 

@@ -23,14 +23,14 @@ from trainer_kit.models import Decoder, DecoderConfig, generate
 from trainer_kit.optim import AdamW, Piecewise
 
 parser = argparse.ArgumentParser(description="Train a small transformer on Python's manual, and let it write.")
-parser.add_argument("--steps", type=int, default=400, help="optimizer steps in all (default: %(default)s)")
+parser.add_argument("--steps", type=int, default=500, help="optimizer steps in all (default: %(default)s)")
 parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="folder of the run (default: %(default)s)")
 parser.add_argument("--device", help="such as cpu or cuda (default: the accelerator if there is one, else cpu)")
 args = parser.parse_args()
 
 # 1. Data. A dataset is anything with numbered samples, here a tensor whose rows are 64 characters each. A step takes 32 of them,
 #    in two forward passes of 16; the result does not depend on how a step is divided.
-text = "\n".join(pydoc_data.topics.topics.values())
+text = " ".join(" ".join(pydoc_data.topics.topics.values()).split())  # runs of white space become one space
 alphabet = sorted(set(text))
 number = {character: index for index, character in enumerate(alphabet)}
 rows = torch.tensor([number[character] for character in text[: len(text) // 64 * 64]]).view(-1, 64)

@@ -289,6 +289,7 @@ PARTS = {
         lambda f: fit(lr_scheduler=Piecewise().linear(1.0, steps=9), total_steps=3), C, ("9 steps", "total_steps=3", "percent=")
     ),
     "schedule without a segment": Case(lambda f: fit(lr_scheduler=Piecewise()), C, ("no segment", ".linear(")),
+    "optimizer with a closure": Case(lambda f: fit(optimizer=lambda p: torch.optim.LBFGS(p)), U, ("LBFGS", "closure", "optimizer=")),
     "model text": Case(lambda f: make("llama"), C, ("model_provider=", "str", "nn.Module")),
     "model provider class": Case(lambda f: make(Provider), C, ("model_provider=", "Provider", "instance")),
     "model callable with arguments": Case(
@@ -349,7 +350,9 @@ DATA = {
     "data function": Case(lambda f: make(data=lambda: [t(1)]), C, ("data=", "function", "call the function")),
     "data set as microbatches": Case(lambda f: make(data=samples(4)), C, ("data=", "TensorDataset", "global_batch_size")),
     "empty data set": Case(lambda f: fit(data=AutoDataProvider([], 2)), C, ("dataset= is empty", "0 samples")),
-    "empty iterable": Case(lambda f: fit(data=[]), C, ("no pack", "empty data")),
+    "empty iterable": Case(lambda f: fit(data=[]), C, ("no pack", "empty")),
+    "empty loader": Case(lambda f: fit(data=torch.utils.data.DataLoader([], 2), epochs=2), C, ("no pack", "empty")),
+    "empty iterable, some steps": Case(lambda f: fit(data=[], total_steps=3), C, ("no pack", "empty data")),
     "batch on ranks": Case(lambda f: AutoDataProvider(samples(8), 8, 16), C, ("global_batch_size=8", "microbatch_size=16")),
     "batch that does not divide": Case(
         lambda f: AutoDataProvider(samples(8), 6, 4), C, ("global_batch_size=6", "microbatch_size=4", "multiple")
@@ -397,6 +400,10 @@ MODEL = {
     "metric named loss": Case(lambda f: fit(task=measuring(loss=Mean())), C, ("'loss'", "metrics()", "rename")),
     "metric class": Case(lambda f: fit(task=measuring(mean=Mean)), C, ("'mean'", "instance", "Mean()")),
     "metric that is none": Case(lambda f: fit(task=measuring(mean=3)), C, ("'mean'", "update, compute, reset")),
+    "weight as a text": Case(lambda f: fit(task=feeding(lambda b: ForwardInputs(inputs=b, weight="1"))), C, ("weight", "'1'", "number")),
+    "metrics without a return": Case(
+        lambda f: fit(task=type("Forgets", (MeanTask,), {"metrics": lambda self: None})()), C, ("Forgets.metrics()", "None")
+    ),
     "gradient of inf": Case(lambda f: fit(data=[t(1), t(float("inf"))]), NonFiniteError, ("step 1", "'w'", "nonfinite='skip'")),
 }
 
@@ -492,6 +499,8 @@ SAVED = {
     "export to a file": Case(lambda f: resumed(f).export(f / "model.safetensors"), K, ("model.safetensors", "folder")),
     "shards of no size": Case(lambda f: resumed(f).export(f / "export", max_shard_size="4 gigs"), C, ("max_shard_size='4 gigs'", "4GB")),
     "export as integers": Case(lambda f: resumed(f).export(f / "export", dtype=torch.int8), C, ("dtype=torch.int8", "floating-point")),
+    "export as a text": Case(lambda f: resumed(f).export(f / "export", dtype="bf16"), C, ("dtype='bf16'", "floating-point")),
+    "mapper function": Case(lambda f: resumed(f).export(f / "export", mapper=print), C, ("mapper=", "StateMapper")),
     "mapper of another model": Case(lambda f: resumed(f).export(f / "export", mapper=IdentityMapper(["v"])), M, ("mapper", "v")),
     "weights that are absent": Case(lambda f: fit(source_model=f / "nothing"), K, ("nothing", "model.safetensors")),
     "weights as a pickle": Case(lambda f: fit(source_model=str(write_pickle(f))), K, ("model.bin", "pickled", "safetensors")),
@@ -524,7 +533,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_a_clear_error_and_nothing_saved_is_lost(name, saved_run, tmp_path):
-    """B142, B144, B146 and the rest of the table. Contract 31: what was saved stays."""
+    """B59 (fp16 is refused), B142, B144, B146 and the rest of the table. Contract 31: what was saved stays."""
     case, folder = CASES[name], tmp_path / "saved"
     shutil.copytree(saved_run, folder)
     if case.before is not None:
@@ -547,7 +556,7 @@ def test_the_table_is_long_enough():
 NEEDS_A_BUILD = {
     "host syncs on a CPU", "no blocks to recompute", "no module of that name", "optimizer of other parameters", "schedule by metric",
     "schedule too long", "schedule without a segment", "model callable without return", "pattern without a parameter",
-    "Muon without a matrix",
+    "Muon without a matrix", "optimizer with a closure",
 }  # fmt: skip
 
 

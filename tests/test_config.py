@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.support import Gradients, MeanTask, Scalar, quiet_trainer, sgd
-from trainer_kit import Callback, MeshStrategy, SupervisedTask, TrainerConfig
+from trainer_kit import AutoDataProvider, Callback, MeshStrategy, SupervisedTask, TrainerConfig
 from trainer_kit.callbacks import Checkpoint
 from trainer_kit.checkpoint import read_manifest
 from trainer_kit.config import TrainerSettings, make_config
@@ -49,21 +49,21 @@ def test_a_config_survives_json_and_never_changes():
     config = make_config(None, {"total_steps": 3, "max_time": timedelta(minutes=2), "activation_checkpointing": ("layers.*",)})
     assert config.max_time == 120.0
     assert TrainerConfig.model_validate_json(config.model_dump_json()) == config
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(ValueError, match=r"frozen"):
         config.seed = 3
 
 
 def test_config_and_settings_add_up():
     assert make_config({"seed": 3}, {"total_steps": 5}) == TrainerConfig(seed=3, total_steps=5)
     assert make_config(TrainerConfig(seed=3), {"total_steps": 5}) == TrainerConfig(seed=3, total_steps=5)
-    with pytest.raises(ConfigurationError, match="seed stands both"):
+    with pytest.raises(ConfigurationError, match=r"seed stands both"):
         make_config(TrainerConfig(seed=0), {"seed": 0})
 
 
 @pytest.mark.parametrize("make", [lambda **s: make_config(None, s), lambda **s: make_config(s, {}), TrainerConfig])
 def test_an_unknown_setting_is_an_error_with_the_nearest_name(make):
     """B141: however the settings come in."""
-    with pytest.raises(ConfigurationError, match="totl_steps.*did you mean 'total_steps'"):
+    with pytest.raises(ConfigurationError, match=r"totl_steps.*did you mean 'total_steps'"):
         make(totl_steps=3)
 
 
@@ -109,7 +109,14 @@ def saved_names(folder: Any, **settings: Any) -> list[str]:
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     quiet_trainer(model, MeanTask(), [t(1)]).export(folder / "base")
     model[0].requires_grad_(False)
-    trainer = fit(model, [torch.ones(1, 1)], task=returning_mean(), callbacks=[Checkpoint(folder / "c", every=1)], source_model=folder / "base", **settings)
+    trainer = fit(
+        model,
+        [torch.ones(1, 1)],
+        task=returning_mean(),
+        callbacks=[Checkpoint(folder / "c", every=1)],
+        source_model=folder / "base",
+        **settings,
+    )
     return [name for name in read_manifest(trainer.callbacks[-1].folder.path_for(1)).tensors if name.startswith("model/")]
 
 
@@ -306,3 +313,9 @@ def test_trainable_only_without_anything_frozen_is_reported(tmp_path, caplog):
     quiet_trainer(Scalar(), MeanTask(), [t(1)]).export(tmp_path / "base")
     fit(source_model=tmp_path / "base", checkpoint_trainable_only=True)
     assert "checkpoint_trainable_only" in caplog.text
+
+
+def test_a_description_shows_flags_as_words():
+    data = AutoDataProvider([t(1)] * 8, 4, 2, shuffle=True)
+    rows = dict(quiet_trainer(Scalar(), MeanTask(), data).describe().sections["batch"])
+    assert (rows["shuffle"], rows["drop last"], rows["global batch size"], rows["accumulation"]) == ("True", "False", "4", "2")

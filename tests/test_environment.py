@@ -56,7 +56,7 @@ def test_an_operation_without_a_deterministic_kernel_is_an_error_inside_a_fit():
             return pipeline_results
 
     quiet_trainer(Scalar(), Puts(), [torch.ones(1)]).fit()
-    with pytest.raises(RuntimeError, match="deterministic"):
+    with pytest.raises(RuntimeError, match=r"deterministic"):
         quiet_trainer(Scalar(), Puts(), [torch.ones(1)], deterministic=True).fit()
 
 
@@ -87,7 +87,7 @@ def test_host_synchronisations_are_errors_inside(monkeypatch):
 def test_host_synchronisations_need_a_device_that_tells_them():
     check_host_sync_support(False, CPU)
     check_host_sync_support(True, torch.device("cuda"))
-    with pytest.raises(ConfigurationError, match="CUDA.*cpu"):
+    with pytest.raises(ConfigurationError, match=r"CUDA.*cpu"):
         check_host_sync_support(True, CPU)
 
 

@@ -29,7 +29,14 @@ def test_a_derived_seed_is_a_function_of_its_key():
     """The first 63 bits of BLAKE2b over the text of the key: the same in every process, whatever PYTHONHASHSEED is."""
     text = hashlib.blake2b(b"(3, 'module', 'layers.0')", digest_size=8).digest()
     assert derive_seed(3, "module", "layers.0") == int.from_bytes(text, "little") >> 1
-    seeds = {derive_seed(0, "a"), derive_seed("0", "a"), derive_seed(1, "a"), derive_seed(0, "b"), derive_seed(0, "a", 0), derive_seed((0, "a"))}
+    seeds = {
+        derive_seed(0, "a"),
+        derive_seed("0", "a"),
+        derive_seed(1, "a"),
+        derive_seed(0, "b"),
+        derive_seed(0, "a", 0),
+        derive_seed((0, "a")),
+    }
     assert len(seeds) == 6 and all(0 <= seed < 2**63 for seed in seeds)
 
 
@@ -77,7 +84,11 @@ def test_a_fork_leaves_no_trace(fails):
 def test_seeding_sets_every_stream_to_that_of_its_library():
     seed_all(7)
     found = [random.random(), torch.rand(()).item(), np.random.rand()]
-    assert found == [random.Random(7).random(), torch.rand((), generator=torch.Generator().manual_seed(7)).item(), np.random.RandomState(7).rand()]
+    assert found == [
+        random.Random(7).random(),
+        torch.rand((), generator=torch.Generator().manual_seed(7)).item(),
+        np.random.RandomState(7).rand(),
+    ]
 
 
 def test_a_run_has_streams_of_its_own_that_wait_while_it_does_not_step():

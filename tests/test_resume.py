@@ -91,7 +91,10 @@ OPTIMIZERS = {
     "bf16 moments": {"optimizer": StochasticAdamW(lr=1e-3, state_dtype="bf16"), "precision": "bf16"},
     "fetched ahead": {"optimizer": AdamW(lr=0.02), "prefetch_packs": 2},
     "mixed precision": {"optimizer": AdamW(lr=0.02), "precision": "bf16-mixed"},
-    "torch schedule": {"optimizer": AdamW(lr=0.02), "lr_scheduler": lambda o, total_steps: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps)},
+    "torch schedule": {
+        "optimizer": AdamW(lr=0.02),
+        "lr_scheduler": lambda o, total_steps: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps),
+    },
 }
 NUM_STEPS = 7  # packs of 4, 4 and 2 samples: the third epoch has begun
 
@@ -177,7 +180,9 @@ class OfTuples(MeanTask):
         return super().build_forward_inputs(batch[0].float())
 
 
-def ids_of(folder: Path, stop_at: int = -1, *, count: int = 10, batch: int = 2, workers: int = 0, more: Any = (), **settings: Any) -> list[int]:
+def ids_of(
+    folder: Path, stop_at: int = -1, *, count: int = 10, batch: int = 2, workers: int = 0, more: Any = (), **settings: Any
+) -> list[int]:
     ids = Ids()
     data = AutoDataProvider(torch.utils.data.TensorDataset(torch.arange(count)), batch, shuffle=True, num_workers=workers)
     settings = {"epochs": 3, "optimizer": sgd(0.01), **settings}
@@ -231,7 +236,7 @@ def test_a_resume_shortens_only_its_own_epoch(tmp_path):
 
 
 SCHEDULES = {
-    "piecewise": Piecewise().linear(0.9, steps=2).cosine(0.0, rest=True),
+    "piecewise": Piecewise().linear(1.0, steps=3).cosine(0.0, rest=True),
     "torch": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10),
 }
 
@@ -257,7 +262,9 @@ def test_the_settings_decide_the_length_of_a_schedule_and_the_change_is_said(tmp
     def run(total: int, *callbacks: Callback) -> dict[int, float]:
         schedule = Piecewise(start=1.0).linear(0.0, rest=True)
         callbacks = (*callbacks, Checkpoint(tmp_path, every=100))
-        trainer = quiet_trainer(Scalar(), MeanTask(), [t(1)] * 20, callbacks=callbacks, lr_scheduler=schedule, log_every=1, total_steps=total)
+        trainer = quiet_trainer(
+            Scalar(), MeanTask(), [t(1)] * 20, callbacks=callbacks, lr_scheduler=schedule, log_every=1, total_steps=total
+        )
         trainer.fit()
         return dict(trainer.history.values("optim/lr"))
 
@@ -327,12 +334,39 @@ def test_everything_is_keyed_by_the_name_of_a_parameter(tmp_path):
     assert {name for name in manifest.tensors if name.startswith(("model/", "optimizer/"))} == expected
 
 
+def test_parameters_without_an_element_take_part_everywhere(tmp_path):
+    """Contract 14 on one process: norm, clipping, update, checkpoint and export with an empty and a zero-dim parameter."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.empty, self.w = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, c):
+            return self.w * c.mean() + self.empty.sum()
+
+    def run(**settings):
+        callbacks = [GradientClipping(1.0), Checkpoint(tmp_path, every=1)]
+        trainer = quiet_trainer(Odd(), MeanTask(), [t(3), t(4)], callbacks=callbacks, optimizer=AdamW(lr=0.1), log_every=1)
+        trainer.fit(**settings)
+        return trainer
+
+    straight = run()
+    resumed = run(resume=str(tmp_path / "step-00000001"))
+    assert [value for _, value in straight.history.values("optim/grad_norm")] == [3.0, 4.0]
+    assert torch.equal(resumed.model.w, straight.model.w) and resumed.model.w.item() < 1.0
+    resumed.export(tmp_path / "model")
+    assert safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")["empty"].shape == (0, 3)
+
+
 def test_moments_are_really_restored_with_their_dtype(tmp_path):
     """B18, B25 and contract 27: fp32 parameters with bf16 moments; not zero, equal, and the step counter stays float32."""
 
     def make():
         optimizer = StochasticAdamW(lr=0.01, state_dtype="bf16")
-        return quiet_trainer(nn.Linear(3, 1), SupervisedTask(nn.functional.mse_loss), [(torch.ones(2, 3), torch.ones(2, 1))] * 2, optimizer=optimizer)
+        return quiet_trainer(
+            nn.Linear(3, 1), SupervisedTask(nn.functional.mse_loss), [(torch.ones(2, 3), torch.ones(2, 1))] * 2, optimizer=optimizer
+        )
 
     first, second = make(), make()
     first.fit()
@@ -378,6 +412,17 @@ def plain(state: Any) -> Any:
     if isinstance(state, dict) and "groups" in state:
         return {name: value for name, value in state.items() if name != "groups"}
     return state
+
+
+def test_loading_a_part_beside_the_weights_leaves_the_averages_alone(tmp_path):
+    """`parts=["data"]`: an average starts anew with weights that were loaded, and with nothing else."""
+    make(tmp_path, optimizer=AdamW(lr=0.02)).fit()
+    trainer = make(tmp_path / "other", optimizer=AdamW(lr=0.02))
+    trainer.fit()
+    ema = next(callback for callback in trainer.callbacks if isinstance(callback, EMA))
+    before = {name: average.clone() for name, average in ema.averages.items()}
+    trainer.load_checkpoint(tmp_path / "checkpoints" / "step-00000003", parts=["data"])
+    assert all(torch.equal(average, before[name]) for name, average in ema.averages.items())
 
 
 class Counter(Callback):
@@ -570,7 +615,9 @@ def test_a_changed_source_model_is_said(where, tmp_path, caplog):
 def test_other_settings_are_said_and_used(tmp_path, caplog):
     """Design decision 8: what is no part of the identity may change, and is printed."""
     for lr in (1.0, 0.5):
-        quiet_trainer(Scalar(), MeanTask(), [t(1)] * 4, callbacks=[Checkpoint(tmp_path, every=2)], optimizer=SGD(lr=lr), total_steps=int(2 / lr)).fit()
+        quiet_trainer(
+            Scalar(), MeanTask(), [t(1)] * 4, callbacks=[Checkpoint(tmp_path, every=2)], optimizer=SGD(lr=lr), total_steps=int(2 / lr)
+        ).fit()
     assert "lr" in caplog.text and "1.0" in caplog.text and "0.5" in caplog.text
 
 

@@ -1,5 +1,6 @@
 """Tasks: the optional methods and when they are called; SupervisedTask and CausalLMTask against torch."""
 
+import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.support import Gradients, MeanTask, Scalar, quiet_trainer, sgd
-from trainer_kit import Args, CausalLMTask, ForwardInputs, SupervisedTask
-from trainer_kit.callbacks import Checkpoint
+from trainer_kit import Args, AutoDataProvider, Callback, CausalLMTask, ForwardInputs, SupervisedTask
+from trainer_kit.callbacks import Checkpoint, GradientClipping
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.metrics import Mean
+from trainer_kit.optim import Piecewise, StochasticRoundingAdamW
 
 
 def t(*values: float) -> torch.Tensor:
@@ -67,6 +69,114 @@ def test_forward_and_backward_of_each_microbatch_alternate():
 
     quiet_trainer(Traced(), MeanTask(), [t(1)] * 3, accumulate=3).fit()
     assert calls == ["forward", "backward"] * 3
+
+
+def test_weight_and_loss_are_dropped_together():
+    """B08: a microbatch of weight 0 whose loss is nan: gradient and logged loss are those of the other one alone."""
+    for weigh in ("declared", "returned", "tensor"):
+        seen = Gradients()
+        trainer = quiet_trainer(Scalar(1.0), MeanTask(weigh), [t(), t(3)], callbacks=[seen], accumulate=2, log_every=1)
+        trainer.fit()
+        assert float(seen.seen[0]["w"]) == 3.0 and trainer.history.last("train/loss") == (1, 3.0)
+
+
+def test_a_limit_acts_on_the_gradient_that_is_applied():
+    """B59: backward started from 1024 times the loss; the true gradient 0.5 is below a limit of 1 and stays."""
+
+    class Heavy(MeanTask):
+        def build_forward_inputs(self, batch):
+            return ForwardInputs(inputs=batch, state=batch, weight=1024)
+
+    applied = []
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, event):
+            applied.append(event.trainer.model.w.grad.item())
+
+    quiet_trainer(Scalar(), Heavy(), [t(0.5)], callbacks=[GradientClipping(1.0), Look()]).fit()
+    assert applied == [0.5]
+
+
+def test_gradients_are_looked_up_when_they_are_scaled():
+    """Contract 3: a gradient that was replaced after the backward is the one that is divided and applied."""
+
+    class Replaces(Callback):
+        def on_forward_backward_end(self, event):
+            event.trainer.model.w.grad = t(8).squeeze()
+
+    trainer = quiet_trainer(Scalar(0.0), MeanTask(), [t(1, 1, 1, 1)], callbacks=[Replaces()])
+    trainer.fit()
+    assert trainer.model.w.item() == -2.0
+
+
+def test_a_warm_up_counts_steps_and_not_microbatches():
+    """B125: warm-up 4, packs of 3: the rates of the four steps are 1/4, 2/4, 3/4, 1."""
+    schedule = Piecewise().linear(1.0, steps=4)
+    trainer = quiet_trainer(Scalar(), MeanTask(), [t(1)] * 12, accumulate=3, log_every=1, lr_scheduler=schedule)
+    trainer.fit()
+    assert [value for _, value in trainer.history.values("optim/lr")] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_a_schedule_is_stepped_once_per_step_and_never_per_epoch():
+    """B128: 5 batches and 2 epochs are 10 calls."""
+    calls = []
+
+    class Counts(torch.optim.lr_scheduler.ConstantLR):
+        def step(self, epoch=None):
+            calls.append(1)
+            super().step()
+
+    quiet_trainer(Scalar(), MeanTask(), [t(1)] * 5, epochs=2, lr_scheduler=lambda optimizer: Counts(optimizer, 1.0)).fit()
+    assert len(calls) == 10 + 1  # torch calls it once in its constructor
+
+
+class FailsAt(torch.utils.data.Dataset):
+    """Sample i is the number i; one cannot be read."""
+
+    def __init__(self, bad: int):
+        self.bad = bad
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            raise ValueError(f"cannot read sample {index}")
+        return torch.tensor(float(index))
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefetch_packs": 2}])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_data_set_ends_the_fit_with_its_own_text(workers, settings):
+    """B103 and B106: the samples before it are seen once, and no worker is left behind."""
+    seen = []
+
+    class Notes(MeanTask):
+        def build_forward_inputs(self, batch):
+            seen.append(batch.item())
+            return super().build_forward_inputs(batch)
+
+    data = AutoDataProvider(FailsAt(5), 1, num_workers=workers)
+    with pytest.raises(ValueError, match=r"cannot read sample 5"):
+        quiet_trainer(Scalar(), Notes(), data, optimizer=sgd(0.0), **settings).fit()
+    assert seen == [0, 1, 2, 3, 4] and multiprocessing.active_children() == []
+
+
+def test_workers_that_persist_leave_at_the_end_of_a_fit():
+    """B106: and come back for the next one."""
+    data = AutoDataProvider(FailsAt(99), 4, num_workers=2, persistent_workers=True)
+    trainer = quiet_trainer(Scalar(), MeanTask(), data, optimizer=sgd(0.0), epochs=2)
+    trainer.fit()
+    assert multiprocessing.active_children() == [] and trainer.step == 4
+    trainer.fit(total_steps=6)
+    assert multiprocessing.active_children() == [] and trainer.step == 6
+
+
+def test_pure_bf16_rounds_without_bias_by_default():
+    """B108: without optimizer=, bf16 parameters get the optimizer that keeps small updates on average."""
+    trainer = quiet_trainer(Scalar(), MeanTask(), [t(1)], precision="bf16", optimizer=None)
+    trainer.build()
+    assert isinstance(trainer.optimizer, StochasticRoundingAdamW) and trainer.model.w.dtype == torch.bfloat16
 
 
 def test_metrics_are_updated_without_a_graph_and_per_microbatch():
@@ -223,9 +333,11 @@ def test_other_entries_go_to_the_model():
     assert torch.equal(model.calls[0], mask)
 
 
-@pytest.mark.parametrize("batch", [3, {"tokens": torch.ones(1, 2)}, torch.ones(3), {"input_ids": torch.ones(1, 3), "labels": torch.ones(1, 2)}])
+@pytest.mark.parametrize(
+    "batch", [3, {"tokens": torch.ones(1, 2)}, torch.ones(3), {"input_ids": torch.ones(1, 3), "labels": torch.ones(1, 2)}]
+)
 def test_tokens_of_another_form_are_refused(batch):
-    with pytest.raises(ConfigurationError, match="CausalLMTask takes"):
+    with pytest.raises(ConfigurationError, match=r"CausalLMTask takes"):
         CausalLMTask().build_forward_inputs(batch)
 
 
@@ -257,5 +369,5 @@ def test_a_state_that_nobody_takes_back_is_an_error(tmp_path):
 
     trainer = quiet_trainer(Scalar(), Forgets(), [t(1)])
     trainer.save_checkpoint(tmp_path / "saved")
-    with pytest.raises(ConfigurationError, match="Forgets.*level.*load_state_dict"):
+    with pytest.raises(ConfigurationError, match=r"Forgets.*level.*load_state_dict"):
         trainer.load_checkpoint(tmp_path / "saved")

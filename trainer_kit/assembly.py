@@ -19,7 +19,6 @@ from trainer_kit import events
 from trainer_kit.callback import Callback, Dispatcher
 from trainer_kit.checkpoint import parameter_digest
 from trainer_kit.checkpoint.identity import tensors_checksum
-from trainer_kit.checkpoint.state import TrainingState
 from trainer_kit.config import TrainerConfig
 from trainer_kit.data import DataProvider, DataStream
 from trainer_kit.environment import check_host_sync_support, make_autocast
@@ -37,6 +36,7 @@ from trainer_kit.records import Records
 from trainer_kit.run_length import plan_length
 from trainer_kit.run_state import Requests, RunState
 from trainer_kit.task import Task
+from trainer_kit.training_state import TrainingState
 from trainer_kit.weights import load_model_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}

@@ -99,10 +99,11 @@ class BuildEnd(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointLoaded(Event):
-    """A training checkpoint was restored; `step` is the number of finished steps it holds."""
+    """A training checkpoint was restored; `step` is the number of finished steps it holds, `parts` what was taken from it."""
 
     path: str
     step: int
+    parts: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

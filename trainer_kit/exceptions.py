@@ -23,7 +23,12 @@ class TrainerKitError(Exception):
 
 
 class ConfigurationError(TrainerKitError, ValueError):
-    """A setting, an argument or the data does not fit."""
+    """A setting, an argument or the data does not fit.
+
+    problems: (path, text) of each wrong setting where several are told at once, so that an outer object can put its own path before.
+    """
+
+    problems: tuple[tuple[tuple[str, ...], str], ...] = ()
 
 
 class UnsupportedError(TrainerKitError, NotImplementedError):

@@ -27,12 +27,15 @@ from trainer_kit.task import Task
 
 @dataclass
 class Inference:
-    """Runs the model over other data. `training_data` is set up already, and may be evaluated too."""
+    """Runs the model over other data, or over the training data.
+
+    pause_training_data: gives a provider back, set up, if the data is that of the training, whose reading then goes on where it was.
+    """
 
     config: TrainerConfig
     context: DistributedContext
     model: assembly.BuiltModel
-    training_data: DataProvider
+    pause_training_data: Callable[[Any], DataProvider | None]
     run: RunState
     records: Records
     dispatcher: Dispatcher
@@ -73,8 +76,9 @@ class Inference:
 
     @contextmanager
     def _forward_only(self, data: Any) -> Iterator[DataStream]:
-        provider = as_provider(data)
-        if provider is not self.training_data:
+        provider = self.pause_training_data(data)
+        if provider is None:
+            provider = as_provider(data)
             provider.setup(self.context, self.config.seed)
         stream = assembly.open_stream(provider, self.context, self.config, training=False)
         try:

@@ -109,6 +109,14 @@ class Records:
             raise ConfigurationError(f"log({name!r}, ...): found a {type(value).__name__}, expected a number or a one-element tensor")
         self._open[name] = value
 
+    def state_dict(self) -> dict[str, Value]:
+        """What was logged for the next record."""
+        return dict(self._open)
+
+    def load_state_dict(self, state: dict[str, Value]) -> None:
+        """Take back what `state_dict` gave, in place of what is open now."""
+        self._open = dict(state)
+
     def close_step(self, finished: int) -> None:
         """Make a record of what was logged; its copy to the host starts here."""
         values, self._open = self._open, {}

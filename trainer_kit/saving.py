@@ -1,6 +1,6 @@
 """Saving and loading training checkpoints: when it is allowed, what must be settled first, and which events tell of it.
 
-What is saved is in `checkpoint/state.py`; how it becomes valid is in `checkpoint/saver.py`.
+What is saved is in `training_state.py`; how it becomes valid is in `checkpoint/saver.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from trainer_kit import events
 from trainer_kit.callback import Dispatcher
 from trainer_kit.checkpoint import CheckpointFolder, CheckpointSaver
-from trainer_kit.checkpoint.state import TrainingState
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.records import Records
+from trainer_kit.training_state import PARTS, TrainingState
 
 logger = logging.getLogger("trainer_kit")
 
@@ -55,7 +55,7 @@ class Saving:
         """Bring the run to the state in a folder, or to some parts of it."""
         self.saver.wait()
         step = self.state.restore(path, parts)
-        self.dispatcher.emit(events.CheckpointLoaded, path=path, step=step)
+        self.dispatcher.emit(events.CheckpointLoaded, path=path, step=step, parts=PARTS if parts is None else tuple(parts))
 
     def prepare(self) -> None:
         """Before the first step: refuse folders of another run, and set aside what lies ahead of the step from which this run goes on."""

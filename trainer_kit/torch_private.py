@@ -18,6 +18,11 @@ def run_backward(losses: tuple[torch.Tensor, ...], starts: tuple[torch.Tensor, .
     torch.autograd.graph._engine_run_backward(losses, starts, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` reads `optimizer.found_inf` and then leaves the parameters alone; torch's fused optimizers do, for its GradScaler."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def flag_non_finite(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
     """Set `flag` (one float32 element) to 1 if any element is inf or nan; all tensors of one device and dtype.
 
@@ -54,6 +59,17 @@ def raise_for_dead_worker(iterator: Iterator[Any] | None, error: Exception) -> N
     dead = [f"pid {worker.pid} with exit code {worker.exitcode}" for worker in workers if not worker.is_alive()]
     if dead:
         raise RuntimeError(f"a data worker died: {', '.join(dead)}. The usual cause is that it ran out of memory") from error
+
+
+def iterate_loader(loader: DataLoader[Any]) -> Iterator[Any]:
+    """`iter(loader)`, which draws the same random numbers whether its workers are new or stayed from the epoch before.
+
+    A new iterator draws a seed for its workers before the sampler draws its own; one that is used again does not, so the order of an
+    epoch would depend on where the run was resumed.
+    """
+    if getattr(loader, "persistent_workers", False) and loader._iterator is not None:
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    return iter(loader)
 
 
 def shut_down_loader(loader: DataLoader[Any], iterator: Iterator[Any]) -> None:

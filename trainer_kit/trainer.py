@@ -1,6 +1,6 @@
 """`Trainer`, the object that users hold. It wires the parts together and keeps the life of a run in order; the work is elsewhere.
 
-The steps are in `loop.py`, the build in `assembly.py`, what is saved in `checkpoint/state.py`.
+The steps are in `loop.py`, the build in `assembly.py`, what is saved in `training_state.py`.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class Trainer:
             raise ConfigurationError(f"strategy= is {strategy!r}, expected a MeshStrategy")
         as_lr_scheduler_provider(lr_scheduler)
         provider = as_model_provider(model_provider)
-        source = as_provider(data, self.config.accumulate)
+        source, self._given_data = as_provider(data, self.config.accumulate), data
         listed = [part for part in (provider, task, source) if isinstance(part, Callback)] + list(callbacks)
         check_callbacks(listed)
         listed = with_defaults(listed, self.config)
         check_callbacks(listed)
         self._dispatcher = Dispatcher(listed, self)
-        self._recipe = assembly.Recipe(
+        self.recipe = assembly.Recipe(
             provider,
             task,
             source,
@@ -123,12 +123,12 @@ class Trainer:
     @property
     def task(self) -> Task:
         """The task."""
-        return self._recipe.task
+        return self.recipe.task
 
     @property
     def data(self) -> DataProvider:
         """The provider of the training data."""
-        return self._recipe.data
+        return self.recipe.data
 
     @property
     def context(self) -> DistributedContext:
@@ -168,11 +168,6 @@ class Trainer:
         """Callback method -> class names of the callbacks that override it, in the order in which they are called."""
         return self._dispatcher.listeners()
 
-    @property
-    def recipe(self) -> assembly.Recipe:
-        """The parts as they were given, and the settings."""
-        return self._recipe
-
     def _model(self) -> assembly.BuiltModel:
         if self._parts is None or self._parts.model is None:
             raise StateError("the model is not built yet; call trainer.build() first")
@@ -198,7 +193,7 @@ class Trainer:
         self._parts = assembly.Parts()
         try:
             assembly.assemble(
-                self._parts, self._recipe, self.strategy, self.context,
+                self._parts, self.recipe, self.strategy, self.context,
                 run=self._run, records=self._records, dispatcher=self._dispatcher, requests=self._requests,
             )  # fmt: skip
         except BaseException:
@@ -238,7 +233,7 @@ class Trainer:
         self._run.total_steps, training.stream.max_epochs = length.steps, length.epochs
         if self._run.total_steps != before and training.lr_scheduler is not None:
             so_far = training.lr_scheduler.state_dict()
-            training.lr_scheduler = assembly.build_schedule(self._recipe, training.optimizer, length.schedule_steps)
+            training.lr_scheduler = assembly.build_schedule(self.recipe, training.optimizer, length.schedule_steps)
             training.lr_scheduler.load_state_dict(so_far)
 
     def _resume(self, resume: str) -> bool:
@@ -261,7 +256,7 @@ class Trainer:
         life = FitLifecycle(run, self._dispatcher, self._requests, self._training().random, self._saver, closers)
         with run_environment(self.config, self.context.device), life.around():
             set_train_modes(self.stages)
-            settings = assembly.plain_settings(self._recipe, self.strategy, self.context, run.total_steps)
+            settings = assembly.plain_settings(self.recipe, self.strategy, self.context, run.total_steps)
             self._dispatcher.emit(events.FitStart, resumed=resumed, settings=settings)
             self._requests.carry_out()
             training.fit()
@@ -328,7 +323,14 @@ class Trainer:
     def _inference(self, what: str, instead: str) -> Inference:
         self._run.refuse_inside_step(what, instead)
         self.build()
-        return Inference(self.config, self.context, self._model(), self.data, self._run, self._records, self._dispatcher)
+        return Inference(self.config, self.context, self._model(), self._pause_data, self._run, self._records, self._dispatcher)
+
+    def _pause_data(self, data: Any) -> DataProvider | None:
+        if data is not self._given_data and data is not self.data:
+            return None
+        if self._parts is not None and self._parts.training is not None:
+            self._parts.training.loop.stream.close()  # one object is read by one iterator at a time
+        return self.data
 
     # ---- saving
 
@@ -379,7 +381,7 @@ class Trainer:
         if model.table.trainable():
             self._training().loop.guard.resolve()
         stage = model.contexts[0]
-        mapper = mapper or self._recipe.model_provider.export_mapper(stage)
+        mapper = mapper or self.recipe.model_provider.export_mapper(stage)
         items = mapped_items(model.table.tensors(), mapper)
         return write_model_state(path, items, max_shard_size=max_shard_size, dtype=dtype)
 
@@ -395,5 +397,5 @@ class Trainer:
         self._saver.close()
         if self._parts is not None and self._parts.training is not None:
             self._parts.training.loop.stream.close()
-        self._recipe.data.close()
-        self._recipe.task.finalize()
+        self.recipe.data.close()
+        self.recipe.task.finalize()

@@ -1,5 +1,6 @@
 """Each benchmark in its smallest form: it runs, prints its table, and its last line says what its exit status says. No times are judged."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def test_the_step_clock_takes_the_measured_steps_alone(monkeypatch):
         watch.seconds_per_step()
 
 
-def test_contenders_train_the_same_job(monkeypatch):
+def test_contenders_train_the_same_job(monkeypatch, tmp_path):
     """The comparison is of equal work: after one pass in the same order, by hand and with trainer_kit, the weights are the same."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import contenders
@@ -61,17 +62,12 @@ def test_contenders_train_the_same_job(monkeypatch):
     torch.manual_seed(0)
     job = contenders.tiny_job(6)
     start = job.make_model()
-    job.make_model = lambda: copy_of(start)
+    job.make_model = lambda: copy.deepcopy(start)
     batches = list(job.loader())
     job.loader = lambda: batches
-    plain, ours = contenders.Plain(job), contenders.TrainerKit(job)
+    plain, ours = contenders.Plain(job), contenders.TrainerKit(job, tmp_path)
     for contender in (plain, ours):
         contender.run_round(contenders.Stopwatch(1, 4))
     for mine, theirs, first in zip(ours._trainer.model.parameters(), plain._model.parameters(), start.parameters(), strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-7) and not torch.equal(mine, first)
 
-
-def copy_of(module):
-    import copy
-
-    return copy.deepcopy(module)

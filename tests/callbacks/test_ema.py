@@ -128,7 +128,7 @@ def test_state_goes_on_bitwise(fake_trainer):
     model = torch.nn.ParameterList([first[0].stages[0][0].detach().clone()])
     second = built(fake_trainer, model, decay=0.9, warmup=True, every=2)
     second[1].load_state_dict(state)
-    second[1].on_checkpoint_loaded(events.CheckpointLoaded(trainer=second[0], path="p", step=3))
+    second[1].on_checkpoint_loaded(events.CheckpointLoaded(trainer=second[0], path="p", step=3, parts=("model",)))
     for _ in range(3):
         step(*second, change=0.37)
     assert torch.equal(second[1].averages["0"], straight[1].averages["0"])
@@ -139,7 +139,7 @@ def test_a_checkpoint_from_before_ema_was_used_starts_the_average_at_its_weights
     trainer, callback = built(fake_trainer, model)
     with torch.no_grad():
         model[0].fill_(5.0)
-    callback.on_checkpoint_loaded(events.CheckpointLoaded(trainer=trainer, path="p", step=3))
+    callback.on_checkpoint_loaded(events.CheckpointLoaded(trainer=trainer, path="p", step=3, parts=("model",)))
     assert callback.averages["0"].tolist() == [5.0, 5.0]
 
 

@@ -19,7 +19,7 @@ def test_one_process_is_the_main_one():
 
 def test_one_process_has_no_mesh():
     """Contract 10: a component that needs one is told to look first."""
-    with pytest.raises(StateError, match="'dense'.*world_size > 1"):
+    with pytest.raises(StateError, match=r"'dense'.*world_size > 1"):
         context().mesh_for("dense")
 
 

@@ -50,27 +50,27 @@ def test_degrees_that_do_not_fit_the_world_are_refused_with_all_numbers(degrees,
 def test_degrees_are_checked_before_any_process_group(monkeypatch):
     """B144 and contract 9: 2 x 2 on two ranks fails in `build`, and nothing was started."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigurationError, match="4.*2 ranks"):
+    with pytest.raises(ConfigurationError, match=r"4.*2 ranks"):
         MeshStrategy(dp_replicate=2, tp=2).build()
-    with pytest.raises(UnsupportedError, match="2 ranks"):
+    with pytest.raises(UnsupportedError, match=r"2 ranks"):
         MeshStrategy().build()
     assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("degree", [0, -2, 1.5, "two"])
 def test_a_degree_is_a_positive_number_or_what_is_left(degree):
-    with pytest.raises(ConfigurationError, match="tp="):
+    with pytest.raises(ConfigurationError, match=r"tp="):
         MeshStrategy(tp=degree)
 
 
 def test_an_unknown_degree_names_the_nearest():
     """B141."""
-    with pytest.raises(ConfigurationError, match="did you mean 'dp_replicate'"):
+    with pytest.raises(ConfigurationError, match=r"did you mean 'dp_replicate'"):
         MeshStrategy(dp_replicat=2)
 
 
 def test_a_strategy_never_changes():
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(ValueError, match=r"frozen"):
         MeshStrategy().tp = 2
 
 
@@ -90,7 +90,7 @@ def test_a_named_device_is_never_replaced(monkeypatch):
     """B144: a device that is not here is an error that says what is."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    with pytest.raises(ConfigurationError, match="'mps'.*not available.*cpu, xpu"):
+    with pytest.raises(ConfigurationError, match=r"'mps'.*not available.*cpu, xpu"):
         MeshStrategy(device="mps").build()
-    with pytest.raises(ConfigurationError, match="no torch device"):
+    with pytest.raises(ConfigurationError, match=r"no torch device"):
         MeshStrategy(device="the big one").build()

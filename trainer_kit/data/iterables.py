@@ -20,7 +20,7 @@ from trainer_kit.data.pack import Pack
 from trainer_kit.data.provider import DataProvider
 from trainer_kit.data.randomness import fork_random
 from trainer_kit.exceptions import ConfigurationError, StateError, UnsupportedError
-from trainer_kit.torch_private import raise_for_dead_worker, shut_down_loader
+from trainer_kit.torch_private import iterate_loader, raise_for_dead_worker, shut_down_loader
 
 if TYPE_CHECKING:
     from trainer_kit.mesh.context import DistributedContext
@@ -97,7 +97,7 @@ class IterableDataProvider(DataProvider):
         if state is not None:
             self._data.load_state_dict(state)
         with fork_random(self._seed, "iter", epoch) if self._num_own else contextlib.nullcontext():
-            self._iterator = iter(self._data)
+            self._iterator = iterate_loader(self._data) if isinstance(self._data, DataLoader) else iter(self._data)
         start = num_read if state is not None else self._num_taken
         reader = EpochReader(self._data, self._iterator, seed=self._seed, epoch=epoch, num_read=start)
         if start > num_read:

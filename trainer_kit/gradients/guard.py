@@ -16,7 +16,7 @@ import torch
 from trainer_kit.exceptions import NonFiniteError
 from trainer_kit.gradients.accumulated import Gradients
 from trainer_kit.records import Deferred
-from trainer_kit.torch_private import read_cpu_scalar
+from trainer_kit.torch_private import read_cpu_scalar, takes_found_inf
 
 logger = logging.getLogger("trainer_kit")
 
@@ -35,7 +35,7 @@ class NonFiniteGuard:
         self._policy = policy
         self._deferred = deferred
         self._delay = delay
-        self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._fused = takes_found_inf(optimizer)
         self._flag = torch.zeros((), dtype=torch.float32, device=device)
         self._pending: deque[tuple[int, Deferred, list[str]]] = deque()
         self.num_skipped = 0

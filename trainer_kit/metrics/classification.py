@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from trainer_kit.exceptions import ConfigurationError
-from trainer_kit.metrics.metric import Metric, Reduction
+from trainer_kit.metrics.metric import Metric, Reduction, quotient
 
 
 class Accuracy(Metric):
@@ -36,4 +36,4 @@ class Accuracy(Metric):
             self.accumulate("count", counted.sum())
 
     def _compute(self) -> torch.Tensor:
-        return self.state("correct") / self.state("count")
+        return quotient(self.state("correct"), self.state("count"))

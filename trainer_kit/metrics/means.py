@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from trainer_kit.metrics.metric import Metric, Number, Reduction, times, total
+from trainer_kit.metrics.metric import Metric, Number, Reduction, quotient, times, total
 
 
 class Mean(Metric):
@@ -26,7 +26,7 @@ class Mean(Metric):
             self.accumulate("count", wide.numel())
 
     def _compute(self) -> torch.Tensor:
-        return self.state("total") / self.state("count")
+        return quotient(self.state("total"), self.state("count"))
 
 
 class WeightedMean(Metric):
@@ -51,7 +51,7 @@ class WeightedMean(Metric):
             self.accumulate("weight", weights * wide.numel())
 
     def _compute(self) -> torch.Tensor:
-        return self.state("total") / self.state("weight")
+        return quotient(self.state("total"), self.state("weight"))
 
 
 class Perplexity(WeightedMean):

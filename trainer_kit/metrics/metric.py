@@ -117,6 +117,11 @@ def times(value: torch.Tensor, number: float | int) -> torch.Tensor:
     return (value if _keeps_digits(value, number) else value.to(_widest(value.device))) * number
 
 
+def quotient(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+    """Two wide values divided in the widest floating dtype; counts too, whose quotient torch would give in fp32."""
+    return numerator.to(_widest(numerator.device)) / denominator
+
+
 def check_metric(name: str, value: object) -> None:
     """Refuse what cannot serve as a metric: it needs `update`, `compute` and `reset`."""
     missing = [method for method in ("update", "compute", "reset") if not callable(getattr(value, method, None))]

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from trainer_kit.exceptions import ConfigurationError, nearest
 from trainer_kit.optim.muon import Muon
-from trainer_kit.optim.settings import SettingsError
+from trainer_kit.optim.settings import settings_error
 from trainer_kit.optim.stochastic import StochasticAdamW
 from trainer_kit.optim.torch_optimizers import SGD, Adam, AdamW
 
@@ -36,5 +36,5 @@ def parse_optimizer(settings: Mapping[str, Any], path: str = "optimizer") -> Ada
         raise ConfigurationError(f"{path}.name: found {found}, expected which optimizer; {nearest(str(name), _BY_NAME)}")
     try:
         return _BY_NAME[name](**settings)
-    except SettingsError as error:
-        raise SettingsError(path, error.problems) from None
+    except ConfigurationError as error:
+        raise (settings_error(path, error.problems) if error.problems else error) from None

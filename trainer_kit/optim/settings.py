@@ -6,7 +6,7 @@ Pydantic lists what is wrong but not the nearest right name; here every problem 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,12 +17,12 @@ from trainer_kit.exceptions import ConfigurationError, nearest
 SYNONYMS = {"learning_rate": "lr", "decay": "weight_decay", "epsilon": "eps", "type": "name", "beta": "betas"}
 
 
-class SettingsError(ConfigurationError):
-    """A ConfigurationError that keeps its problems apart, so that an outer model can put its own path before each."""
-
-    def __init__(self, owner: str, problems: Sequence[tuple[tuple[str, ...], str]]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("; ".join(f"{'.'.join((owner, *path))}: {text}" for path, text in self.problems))
+def settings_error(owner: str, problems: Iterable[tuple[tuple[str, ...], str]]) -> ConfigurationError:
+    """One error for all problems, each with its path below `owner`."""
+    listed = tuple(problems)
+    error = ConfigurationError("; ".join(f"{'.'.join((owner, *path))}: {text}" for path, text in listed))
+    error.problems = listed
+    return error
 
 
 class Settings(BaseModel):
@@ -34,7 +34,7 @@ class Settings(BaseModel):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise SettingsError(type(self).__name__, problems_of(error, type(self).model_fields)) from None
+            raise settings_error(type(self).__name__, problems_of(error, type(self).model_fields)) from None
 
 
 def problems_of(error: ValidationError, fields: Iterable[str]) -> list[tuple[tuple[str, ...], str]]:
@@ -44,7 +44,7 @@ def problems_of(error: ValidationError, fields: Iterable[str]) -> list[tuple[tup
     for entry in error.errors(include_url=False):
         path = tuple(str(part) for part in entry["loc"])
         inner = entry.get("ctx", {}).get("error")
-        if isinstance(inner, SettingsError):
+        if isinstance(inner, ConfigurationError) and inner.problems:
             if path and path[-1] not in known and not path[-1].isdigit():
                 path = path[:-1]  # the tag by which a union chose its model: no part of what the user wrote
             problems += [(path + inner_path, text) for inner_path, text in inner.problems]

@@ -97,6 +97,7 @@ class SequentialRunner:
 
         record: keep the sums of the losses. on_microbatch: called with (index, loss or None) after each backward.
         """
+        self._context.take_losses()  # what a failed forward left behind belongs to nobody
         inputs = [forward_inputs(self._task, microbatch) for microbatch in microbatches]
         weights, result = pack_weights(inputs), PackResult()
         for index, given in enumerate(inputs):
@@ -165,6 +166,7 @@ def evaluate_microbatch(
     result: PackResult,
 ) -> None:
     """Forward, loss and metrics of one microbatch, without a graph; its terms are added to `result`."""
+    context.take_losses()
     given = forward_inputs(task, microbatch)
     weights = pack_weights([given])
     if weights.nothing_counts(0):

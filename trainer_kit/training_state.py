@@ -66,6 +66,7 @@ class TrainingState:
                 "callbacks": {callback.state_key: callback.state_dict() for callback in self.callbacks},
                 "task": {
                     "state": self.task.state_dict(),
+                    "records": loop.records.state_dict(),
                     "metrics": {name: metric.state_dict() for name, metric in loop.metrics.items() if hasattr(metric, "state_dict")},
                 },
             }
@@ -128,6 +129,7 @@ class TrainingState:
             self._restore_callbacks(found["callbacks"])
         if "task" in chosen:
             self.task.load_state_dict(found["task"]["state"])
+            loop.records.load_state_dict(found["task"]["records"])
             for name, state in found["task"]["metrics"].items():
                 if name in loop.metrics and hasattr(loop.metrics[name], "load_state_dict"):
                     loop.metrics[name].load_state_dict(state)
