@@ -79,7 +79,7 @@ class Evaluate(Callback):
 
     def on_fit_end(self, event: FitEnd) -> None:
         step = event.trainer.step
-        if self.at_end and step > self._first_step and step != self._evaluated:
+        if self.at_end and not event.interrupted and step > self._first_step and step != self._evaluated:
             self._request(event.trainer)
 
     def _request(self, trainer: Trainer) -> None:

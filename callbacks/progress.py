@@ -7,6 +7,7 @@ nothing; it keeps the step and looks at the clock. An evaluation shows in the sa
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 import time
 from typing import IO, TYPE_CHECKING, Any
@@ -55,7 +56,9 @@ class Progress(Callback):
         stream = sys.stderr
         is_live = in_notebook or stream.isatty()
         self._plain_stream = None if is_live else stream
-        display: dict[str, Any] = {"dynamic_ncols": True, "file": stream}
+        # A terminal that does not tell its width, as some containers give, would show an empty line.
+        width: dict[str, Any] = {"dynamic_ncols": True} if shutil.get_terminal_size((0, 0)).columns else {"ncols": 80}
+        display: dict[str, Any] = {**width, "file": stream}
         if in_notebook:
             del display["file"]
         elif not is_live:  # it only counts and formats: nothing that tqdm writes by itself, or redraws after a print, is shown

@@ -352,7 +352,7 @@ DATA = {
     "empty data set": Case(lambda f: fit(data=AutoDataProvider([], 2)), C, ("dataset= is empty", "0 samples")),
     "empty iterable": Case(lambda f: fit(data=[]), C, ("no pack", "empty")),
     "empty loader": Case(lambda f: fit(data=torch.utils.data.DataLoader([], 2), epochs=2), C, ("no pack", "empty")),
-    "empty iterable, some steps": Case(lambda f: fit(data=[], total_steps=3), C, ("no pack", "empty data")),
+    "empty iterable, some steps": Case(lambda f: fit(data=[], total_steps=3), C, ("no pack", "empty")),
     "batch on ranks": Case(lambda f: AutoDataProvider(samples(8), 8, 16), C, ("global_batch_size=8", "microbatch_size=16")),
     "batch that does not divide": Case(
         lambda f: AutoDataProvider(samples(8), 6, 4), C, ("global_batch_size=6", "microbatch_size=4", "multiple")
@@ -417,6 +417,9 @@ CALLS = {
     ),
     "request of an evaluation without data": Case(lambda f: make().request("evaluate"), C, ("request('evaluate'", "data=")),
     "event that is none": Case(lambda f: make().emit("step_end"), C, ("emit", "str", "Event")),
+    "metric named loss in an evaluation": Case(
+        lambda f: make().evaluate([t(1)], task=measuring(loss=Mean())), C, ("'loss'", "metrics()", "rename")
+    ),
     "evaluation with a task class": Case(lambda f: make().evaluate([t(1)], task=MeanTask), C, ("task=", "MeanTask", "instance")),
     "save to nowhere": Case(lambda f: make().save_checkpoint(), C, ("no Checkpoint callback", "path")),
     "evaluate in a step": Case(

@@ -157,7 +157,7 @@ MAY_IMPORT = {
     "loop": BASE | LOWER | MIDDLE | INTERFACES | {"run_state"},
 }
 EDGE = {  # where everything is wired: may import anything
-    "__init__", "assembly", "default_callbacks", "description", "environment", "inference", "lifecycle", "run_length", "run_state",
+    "__init__", "assembly", "default_callbacks", "description", "environment", "fitting", "inference", "lifecycle", "run_length", "run_state",
     "saving", "trainer", "training_state",
 }  # fmt: skip
 CALLBACKS_MAY_IMPORT = {"trainer_kit.callback", "trainer_kit.exceptions", "trainer_kit.storage", "trainer_kit.checkpoint.folder"}

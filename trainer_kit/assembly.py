@@ -6,6 +6,7 @@ data → model (meta, distribute, allocate, initialise, load) → parameter tabl
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +23,10 @@ from trainer_kit.checkpoint.identity import tensors_checksum
 from trainer_kit.config import TrainerConfig
 from trainer_kit.data import DataProvider, DataStream
 from trainer_kit.environment import check_host_sync_support, make_autocast
-from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.gradients import Gradients, NonFiniteGuard
 from trainer_kit.loop import TrainingLoop
 from trainer_kit.mesh import DistributedContext, MeshStrategy
+from trainer_kit.metrics.of_task import metrics_of
 from trainer_kit.model import ModelCaller, ModelProvider, StageContext, StageInfo, build_stage
 from trainer_kit.model.transforms import checkpoint_activations, compile_blocks
 from trainer_kit.optim import AdamW, OptimizerProvider, StochasticAdamW, as_lr_scheduler_provider, build_optimizer
@@ -38,6 +39,8 @@ from trainer_kit.run_state import Requests, RunState
 from trainer_kit.task import Task
 from trainer_kit.training_state import TrainingState
 from trainer_kit.weights import load_model_state
+
+logger = logging.getLogger("trainer_kit")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
 
@@ -141,28 +144,31 @@ def assemble(
         scheduler = build_schedule(recipe, parts.optimizer, schedule_steps)
         loop = build_loop(recipe, model, context, parts.optimizer, scheduler, stream, run, records, dispatcher, requests)
         random = RandomStreams(config.seed, context.device)
-        identity = run_identity(recipe, model.table, strategy, context, run.total_steps)
+        identity = run_identity(recipe, model.table, strategy, context)
         state = TrainingState(loop, model.table, random, dispatcher.callbacks, recipe.task, identity, config.checkpoint_trainable_only)
         parts.training = TrainingParts(loop, random, state)
         emit(events.LRSchedulerReady)
     emit(events.BuildEnd, durations=durations.seconds)
 
 
-def run_identity(
-    recipe: Recipe, table: ParameterTable, strategy: MeshStrategy, context: DistributedContext, total_steps: int | None
-) -> dict[str, Any]:
+def run_identity(recipe: Recipe, table: ParameterTable, strategy: MeshStrategy, context: DistributedContext) -> dict[str, Any]:
     """Which run it is: another name, seed or model is another run; other settings are told at a resume."""
     config = recipe.config
     identity: dict[str, Any] = {"run_name": config.run_name, "seed": config.seed, "parameters": parameter_digest(table.shapes())}
+    frozen = [(row.name, row.parameter) for row in table if not row.trainable]
+    if config.checkpoint_trainable_only and not frozen:
+        logger.warning("checkpoint_trainable_only=True has no effect: nothing is frozen, so checkpoints hold all weights")
     if config.checkpoint_trainable_only:  # they come from the source model at a resume, which may have changed
-        identity["frozen_weights"] = tensors_checksum((row.name, row.parameter) for row in table if not row.trainable)
-    return identity | {"settings": plain_settings(recipe, strategy, context, total_steps)}
+        identity["frozen_weights"] = tensors_checksum(frozen)
+    settings = plain_settings(recipe, strategy, context, None)
+    del settings["trainer"]["total_steps"]  # an extended run is the same run, and the LR schedule tells of its new length
+    return identity | {"settings": settings}
 
 
 def plain_settings(recipe: Recipe, strategy: MeshStrategy, context: DistributedContext, total_steps: int | None) -> dict[str, Any]:
     """The settings, the mesh and the `hparams()` of the parts as plain values, for loggers and checkpoints."""
     settings = {
-        "trainer": recipe.config.model_dump(mode="json") | {"total_steps": total_steps},
+        "trainer": recipe.config.model_dump() | {"total_steps": total_steps},
         "strategy": strategy.model_dump(mode="json"),
         "device": context.device.type,
         **recipe.hparams(),
@@ -215,7 +221,7 @@ def build_loop(
     takes_fp32 = bool(getattr(optimizer, "accepts_fp32_gradients", False))
     grad_dtype = DTYPES[config.grad_dtype] or (torch.float32 if takes_fp32 else None)
     gradients = Gradients(model.table.trainable(), grad_dtype=grad_dtype, cast_for_update=not takes_fp32)
-    metrics = checked_metrics(recipe.task)
+    metrics = metrics_of(recipe.task)
     guard = NonFiniteGuard(gradients, optimizer, config.nonfinite, device=device, deferred=device.type != "cpu", delay=config.log_delay)
     runner = SequentialRunner(model.call, recipe.task, context, autocast=model.autocast, metrics=metrics)
     return TrainingLoop(run, stream, runner, gradients, guard, optimizer, lr_scheduler, records, metrics, dispatcher, requests)
@@ -225,17 +231,3 @@ def build_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer, schedule_st
     """The LR schedule for this length of run, from the configured learning rates; None without one."""
     provider = as_lr_scheduler_provider(recipe.lr_scheduler)
     return None if provider is None else provider.build(optimizer, schedule_steps)
-
-
-def checked_metrics(task: Task) -> dict[str, Any]:
-    """The task's metrics, each with update, compute and reset; their names may not be those of the losses."""
-    from trainer_kit.metrics import check_metric
-
-    metrics = task.metrics()
-    for name, metric in metrics.items():
-        if name == "loss":
-            raise ConfigurationError(f"{type(task).__name__}.metrics() has the name 'loss', which the loss itself has; rename it")
-        check_metric(name, metric)
-        if hasattr(metric, "persistent"):  # torchmetrics keeps its state out of state_dict unless asked
-            metric.persistent(True)
-    return metrics

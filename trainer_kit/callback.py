@@ -89,6 +89,13 @@ def _known_methods() -> set[str]:
     return found - {method_name(events.StepEvent)}
 
 
+def callback_list(callbacks: object) -> list[Any]:
+    """The callbacks as a list. Raises ConfigurationError for what is no sequence."""
+    if isinstance(callbacks, Sequence) and not isinstance(callbacks, str):
+        return list(callbacks)
+    raise ConfigurationError(f"callbacks= is {callbacks!r}, expected a list: callbacks=[...]")
+
+
 def check_callbacks(callbacks: Sequence[Callback]) -> None:
     """Refuse what would be ignored silently: things that are no callbacks, unknown `on_...` methods, equal state keys."""
     keys: dict[str, Callback] = {}

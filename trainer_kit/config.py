@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from trainer_kit.exceptions import ConfigurationError, UnsupportedError, nearest
+from trainer_kit.exceptions import ConfigurationError, UnsupportedError, explain_settings
 
 Precision = Literal["fp32", "bf16-mixed", "bf16"]
 
@@ -63,6 +63,12 @@ class TrainerConfig(BaseModel):
     limit_evaluate_packs: int | None = Field(default=None, ge=1)
     detect_host_syncs: bool = False
     run_name: str = "run"
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise explain_settings("Trainer", error, type(self).model_fields) from None
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -131,18 +137,10 @@ def make_config(config: TrainerConfig | Mapping[str, Any] | None, settings: Mapp
         given = dict(config or {})
     else:
         raise ConfigurationError(f"config= is a {type(config).__name__}, expected a TrainerConfig or a mapping of its fields")
-    for name in [*given, *settings]:
-        if name not in TrainerConfig.model_fields:
-            raise ConfigurationError(f"Trainer has no setting {name!r}; {nearest(name, TrainerConfig.model_fields)}")
     both = sorted(set(given) & set(settings))
     if both:
         raise ConfigurationError(f"{', '.join(both)} stands both in config= and as an argument of Trainer; give it once")
-    try:
-        made = TrainerConfig(**given, **settings)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"][:1])
-        raise ConfigurationError(f"Trainer({name}={first['input']!r}): {first['msg']}") from None
+    made = TrainerConfig(**given, **settings)
     if made.checkpoint_trainable_only and made.source_model is None:
         raise ConfigurationError(
             "checkpoint_trainable_only=True leaves the frozen weights out of checkpoints, so source_model= must say where they come from"

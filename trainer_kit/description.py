@@ -86,11 +86,11 @@ def _model(trainer: Trainer) -> Rows:
 
 
 def _batch(trainer: Trainer) -> Rows:
-    return [
-        (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
-        for name, value in trainer.data.describe().items()
-        if value is not None
-    ]
+    return [(name.replace("_", " "), _shown(value)) for name, value in trainer.data.describe().items() if value is not None]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def _run(trainer: Trainer) -> Rows:

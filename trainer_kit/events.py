@@ -201,9 +201,13 @@ class EpochEnd(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitEnd(Event):
-    """The steps are over, in order. `reason` is None at the planned end, else what `stop(reason)` was given."""
+    """The steps are over, in order. `reason` is None at the planned end, else what `stop(reason)` was given.
+
+    interrupted: `fit` raises next, as after a signal: time may be short, and what is saved counts more than anything else.
+    """
 
     reason: str | None
+    interrupted: bool
 
 
 # ---- checkpoints

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class TrainerKitError(Exception):
@@ -60,6 +61,15 @@ class Interrupted(SystemExit):
 
     def __str__(self) -> str:
         return self.message
+
+
+def explain_settings(owner: str, error: Any, fields: Iterable[str]) -> ConfigurationError:
+    """What pydantic's ValidationError says first, in our words."""
+    first = error.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    if first["type"] == "extra_forbidden":
+        return ConfigurationError(f"{owner} has no setting {name!r}; {nearest(name, fields)}")
+    return ConfigurationError(f"{owner}({name}={first['input']!r}): {first['msg']}")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from trainer_kit.data import DataStream, Pack
 from trainer_kit.gradients import Gradients, NonFiniteGuard
 from trainer_kit.mesh.context import DistributedContext
 from trainer_kit.metrics import Metric
+from trainer_kit.metrics.of_task import metrics_of
 from trainer_kit.pipeline import PackResult, SequentialRunner
 from trainer_kit.pipeline.sequential import evaluate_microbatch, forward_inputs
 from trainer_kit.records import Records
@@ -131,7 +132,7 @@ def evaluate(
     limit: int | None,
 ) -> dict[str, float]:
     """The weighted mean losses and the metrics over one pass, as host numbers `<prefix>/<name>`."""
-    result, metrics = PackResult(), task.metrics()
+    result, metrics = PackResult(), metrics_of(task)
     for microbatch in _one_pass(stream, limit):
         evaluate_microbatch(model, task, context, microbatch, metrics, result)
     values = result.values(prefix) | {f"{prefix}/{name}": metric.compute() for name, metric in metrics.items()}

@@ -29,6 +29,10 @@ def plan_length(config: TrainerConfig, num_packs: int | None, extended: int | No
     epochs = config.epochs if config.epochs is not None or limited else 1
     if num_packs is None and not limited and config.epochs is None and config.dev_steps is None:
         raise ConfigurationError("the data does not say how many packs it has; give total_steps=, epochs= or max_time=")
+    if num_packs == 0:
+        raise ConfigurationError(
+            "the data has no pack; expected at least one. The usual cause is empty data: look at the dataset or loader of data="
+        )
     limits = [] if config.total_steps is None else [config.total_steps]
     if epochs is not None and num_packs is not None:
         limits.append(epochs * num_packs)

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainer_kit.exceptions import ConfigurationError, StateError
+from trainer_kit.exceptions import ConfigurationError, StateError, nearest
 
 RequestKind = Literal["evaluate", "save"]
+ARGUMENTS = {"evaluate": ("data", "task", "name"), "save": ("path", "asynchronous")}
 
 
 @dataclass(slots=True)
@@ -60,8 +61,13 @@ class Requests:
 
     def add(self, kind: RequestKind, arguments: dict[str, Any]) -> None:
         """Ask for an evaluation or a save; the same save twice is one."""
-        if kind not in ("evaluate", "save"):
+        if kind not in ARGUMENTS:
             raise ConfigurationError(f"request({kind!r}): expected 'evaluate' or 'save'")
+        for name in arguments:
+            if name not in ARGUMENTS[kind]:
+                raise ConfigurationError(f"request({kind!r}, {name}=...): {nearest(name, ARGUMENTS[kind])}")
+        if kind == "evaluate" and "data" not in arguments:
+            raise ConfigurationError("request('evaluate'): data= is missing, the data to evaluate")
         if kind == "evaluate" or (kind, arguments) not in self._pending:
             self._pending.append((kind, arguments))
 

@@ -103,11 +103,20 @@ class Task:
             raise ConfigurationError(f"{type(self).__name__} was saved with state {sorted(state)} but does not override load_state_dict")
 
 
+def checked_task(task: object) -> Task:
+    """The task, if it is one. Raises ConfigurationError."""
+    if isinstance(task, Task):
+        return task
+    hint = "; pass an instance, not the class" if isinstance(task, type) else ""
+    raise ConfigurationError(f"task= is {task!r}, expected an instance of trainer_kit.Task{hint}")
+
+
 class SupervisedTask(Task):
     """Inputs and targets: `loss_fn(outputs, targets)` must be a mean over the samples; a microbatch weighs its number of samples.
 
     A batch is a pair `(inputs, targets)`, or a mapping that holds them under `inputs` and `targets` (names can be given).
-    `metrics` maps names to pairs of a metric factory and a function `(outputs, targets) -> arguments of update`.
+    `metrics` maps names to metric factories, whose `update` gets `(outputs, targets)`; or to pairs of a factory and a function
+    `(outputs, targets) -> arguments of update`.
     """
 
     def __init__(
@@ -116,13 +125,13 @@ class SupervisedTask(Task):
         *,
         inputs: str | int = 0,
         targets: str | int = 1,
-        metrics: Mapping[str, tuple[Callable[[], Metric], Callable[[Any, Any], Any]]] | None = None,
+        metrics: Mapping[str, Callable[[], Metric] | tuple[Callable[[], Metric], Callable[[Any, Any], Any]]] | None = None,
     ) -> None:
         if not callable(loss_fn):
             raise ConfigurationError(f"loss_fn= is {loss_fn!r}, expected a callable such as torch.nn.functional.cross_entropy")
         self.loss_fn = loss_fn
         self._inputs, self._targets = inputs, targets
-        self._metrics = dict(metrics or {})
+        self._metrics = {name: given if isinstance(given, tuple) else (given, _both) for name, given in (metrics or {}).items()}
 
     def build_forward_inputs(self, batch: Any) -> ForwardInputs:
         try:
@@ -145,3 +154,7 @@ class SupervisedTask(Task):
         for name, (_, arguments) in self._metrics.items():
             given = arguments(pipeline_results, state)
             metrics[name].update(*given) if isinstance(given, tuple) else metrics[name].update(given)
+
+
+def _both(outputs: Any, targets: Any) -> tuple[Any, Any]:
+    return outputs, targets

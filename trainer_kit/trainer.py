@@ -6,7 +6,6 @@ The steps are in `loop.py`, the build in `assembly.py`, what is saved in `traini
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,28 +14,25 @@ from torch import nn
 from typing_extensions import Unpack
 
 from trainer_kit import assembly, events
-from trainer_kit.callback import Callback, Dispatcher, check_callbacks
+from trainer_kit.callback import Callback, Dispatcher, callback_list, check_callbacks
 from trainer_kit.callbacks import Checkpoint
 from trainer_kit.checkpoint import CheckpointSaver
 from trainer_kit.config import TrainerConfig, TrainerSettings, make_config
 from trainer_kit.data import DataProvider, as_provider
 from trainer_kit.default_callbacks import with_defaults
-from trainer_kit.description import Description, describe, say
-from trainer_kit.environment import run_environment
+from trainer_kit.description import Description, describe
 from trainer_kit.events import Event
 from trainer_kit.exceptions import ConfigurationError, ModelError, StateError
+from trainer_kit.fitting import Fitting
 from trainer_kit.inference import Inference
-from trainer_kit.lifecycle import FitLifecycle
 from trainer_kit.mesh import DistributedContext, MeshStrategy
 from trainer_kit.model import ModelProvider, as_model_provider
-from trainer_kit.model.modes import set_train_modes
 from trainer_kit.optim import as_lr_scheduler_provider, as_optimizer_provider
 from trainer_kit.parameters import ParameterTable
 from trainer_kit.records import History, Records, Value
-from trainer_kit.run_length import plan_length
 from trainer_kit.run_state import Requests, RunState, weakly
 from trainer_kit.saving import Saving
-from trainer_kit.task import Task
+from trainer_kit.task import Task, checked_task
 from trainer_kit.weights import StateMapper, write_model_state
 from trainer_kit.weights.export import mapped_items
 
@@ -67,17 +63,14 @@ class Trainer:
         **settings: Unpack[TrainerSettings],
     ) -> None:
         self.config = make_config(config, settings)
-        if not isinstance(task, Task):
-            hint = "; pass an instance, not the class" if isinstance(task, type) else ""
-            raise ConfigurationError(f"task= is {task!r}, expected an instance of trainer_kit.Task{hint}")
+        checked_task(task)
         self.strategy = strategy if strategy is not None else MeshStrategy()
         if not isinstance(self.strategy, MeshStrategy):
-            raise ConfigurationError(f"strategy= is {strategy!r}, expected a MeshStrategy")
+            raise ConfigurationError(f"strategy= is {strategy!r}, expected a MeshStrategy instance")
         as_lr_scheduler_provider(lr_scheduler)
         provider = as_model_provider(model_provider)
         source, self._given_data = as_provider(data, self.config.accumulate), data
-        listed = [part for part in (provider, task, source) if isinstance(part, Callback)] + list(callbacks)
-        check_callbacks(listed)
+        listed = [part for part in (provider, task, source) if isinstance(part, Callback)] + callback_list(callbacks)
         listed = with_defaults(listed, self.config)
         check_callbacks(listed)
         self._dispatcher = Dispatcher(listed, self)
@@ -202,7 +195,7 @@ class Trainer:
 
     # ---- training
 
-    def fit(self, total_steps: int | None = None, *, resume: Literal["auto", "never"] | str = "auto") -> None:
+    def fit(self, total_steps: int | None = None, *, resume: str | os.PathLike[str] = "auto") -> None:
         """Train until `total_steps` finished steps in all (None: as configured), going on from where the run stands.
 
         resume: "auto" takes the newest valid checkpoint of the Checkpoint callbacks if the run has not begun; "never" does not;
@@ -212,65 +205,10 @@ class Trainer:
         if self._run.phase != "idle":
             raise StateError("fit() inside fit(); use trainer.stop() and call fit again")
         self.build()
-        self._set_length(total_steps)
-        resumed = self._resume(resume)
-        if self._run.total_steps is not None and self._run.step >= self._run.total_steps:
-            say(
-                f"nothing to do: {self._run.step} of {self._run.total_steps} steps are finished; fit(total_steps=...) extends the run",
-                self.context,
-            )
-            return
-        self._saving().prepare()
-        self._fit(resumed)
-
-    def _set_length(self, total_steps: int | None) -> None:
-        training, before = self._training().loop, self._run.total_steps
-        if total_steps is None and self._run.step and before is not None and self._run.step < before:
-            return  # an extended run that was stopped goes on to the length it had
-        if total_steps is not None and total_steps < 0:
-            raise ConfigurationError(f"fit(total_steps={total_steps}): expected a number of steps that is not negative")
-        length = plan_length(self.config, self.data.num_packs(), total_steps)
-        self._run.total_steps, training.stream.max_epochs = length.steps, length.epochs
-        if self._run.total_steps != before and training.lr_scheduler is not None:
-            so_far = training.lr_scheduler.state_dict()
-            training.lr_scheduler = assembly.build_schedule(self.recipe, training.optimizer, length.schedule_steps)
-            training.lr_scheduler.load_state_dict(so_far)
-
-    def _resume(self, resume: str) -> bool:
-        if resume == "never":
-            return False
-        if resume != "auto":
-            self.load_checkpoint(resume)
-            return True
-        if self._run.step:
-            return False
-        newest = self._saving().newest()
-        if newest is not None:
-            self.load_checkpoint(newest)
-        return newest is not None
-
-    def _fit(self, resumed: bool) -> None:
-        run, training = self._run, self._training().loop
-        run.deadline = None if self.config.max_time is None else time.monotonic() + self.config.max_time
-        closers = [training.stream.close, training.gradients.zero, *(callback.close for callback in self.callbacks)]
-        life = FitLifecycle(run, self._dispatcher, self._requests, self._training().random, self._saver, closers)
-        with run_environment(self.config, self.context.device), life.around():
-            set_train_modes(self.stages)
-            settings = assembly.plain_settings(self.recipe, self.strategy, self.context, run.total_steps)
-            self._dispatcher.emit(events.FitStart, resumed=resumed, settings=settings)
-            self._requests.carry_out()
-            training.fit()
-            self._finish()
-
-    def _finish(self) -> None:
-        """What the end of the steps brings: the last values, the end events, the last save, durable."""
-        self._training().loop.guard.resolve()
-        self._records.close_step(self._run.step)
-        self._records.flush()
-        self._dispatcher.emit(events.FitEnd, reason=self._run.stop_reason)
-        self._requests.carry_out()
-        self._records.flush()
-        self._saver.wait()
+        closers = [callback.close for callback in self.callbacks]
+        Fitting(self.recipe, self.strategy, self.context, self._model(), self._training(), self._saving(), self._requests, closers).fit(
+            total_steps, resume
+        )
 
     def stop(self, reason: str, raising: BaseException | None = None) -> None:
         """End the run at the next step boundary, with the normal end events; `fit` then raises `raising`, if given.
@@ -288,6 +226,10 @@ class Trainer:
 
     def emit(self, event: Event) -> None:
         """Send an event, of the user's own type too, to the callbacks that have its method."""
+        if not isinstance(event, Event):
+            raise ConfigurationError(
+                f"emit({event!r}): found a {type(event).__name__}, expected a record of an Event class: MyEvent(trainer=...)"
+            )
         self._dispatcher.send(event)
 
     def request(self, kind: Literal["evaluate", "save"], **arguments: Any) -> None:
@@ -309,7 +251,7 @@ class Trainer:
         Changes nothing of the run: random streams, train and eval modes, data position and gradients stay as they are.
         """
         values = self._inference("evaluate()", "trainer.request('evaluate', data=...) does it after the step").evaluate(
-            data, task or self.task, name
+            data, self._task(task), name
         )
         self._deliver(self._run.step, dict(values))
         return values
@@ -317,8 +259,11 @@ class Trainer:
     def predict(self, data: Any, *, task: Task | None = None, each: Callable[[Any], None] | None = None) -> list[Any]:
         """What `task.process_outputs` gives for each microbatch, in order, on the host. With `each` they go there instead, as they come."""
         results: list[Any] = []
-        self._inference("predict()", "call it after fit() or in on_fit_end").predict(data, task or self.task, each or results.append)
+        self._inference("predict()", "call it after fit() or in on_fit_end").predict(data, self._task(task), each or results.append)
         return results
+
+    def _task(self, task: Task | None) -> Task:
+        return self.task if task is None else checked_task(task)
 
     def _inference(self, what: str, instead: str) -> Inference:
         self._run.refuse_inside_step(what, instead)
@@ -381,6 +326,8 @@ class Trainer:
         if model.table.trainable():
             self._training().loop.guard.resolve()
         stage = model.contexts[0]
+        if mapper is not None and not isinstance(mapper, StateMapper):
+            raise ConfigurationError(f"export(mapper={mapper!r}): expected a StateMapper, or None for that of the provider")
         mapper = mapper or self.recipe.model_provider.export_mapper(stage)
         items = mapped_items(model.table.tensors(), mapper)
         return write_model_state(path, items, max_shard_size=max_shard_size, dtype=dtype)

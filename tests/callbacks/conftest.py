@@ -51,7 +51,7 @@ class FakeTrainer:
         callback.on_metrics(events.Metrics(trainer=self, step=step, values=named))
 
     def end(self, callback: Any, reason: str | None = None) -> None:
-        callback.on_fit_end(events.FitEnd(trainer=self, reason=reason))
+        callback.on_fit_end(events.FitEnd(trainer=self, reason=reason, interrupted=False))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import os
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from trainer_kit.exceptions import ConfigurationError, UnsupportedError, nearest
+from trainer_kit.exceptions import ConfigurationError, UnsupportedError, explain_settings
 from trainer_kit.mesh.context import DistributedContext
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp")
@@ -38,7 +38,7 @@ class MeshStrategy(BaseModel):
         try:
             super().__init__(**degrees)
         except ValidationError as error:
-            raise ConfigurationError(_explain(error)) from None
+            raise explain_settings("MeshStrategy", error, type(self).model_fields) from None
 
     @field_validator(*DEGREES, "ep")
     @classmethod
@@ -88,11 +88,3 @@ def _device(name: str | None) -> torch.device:
     if device.type != "cpu" and (here is None or here.type != device.type):
         raise ConfigurationError(f"device={name!r} of MeshStrategy is not available here; available: cpu{f', {here.type}' if here else ''}")
     return device
-
-
-def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
-    name = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return f"MeshStrategy has no setting {name!r}; {nearest(name, MeshStrategy.model_fields)}"
-    return f"{name}={first['input']!r} of MeshStrategy: {first['msg']}"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -65,5 +66,6 @@ def compile_blocks(model: nn.Module, wanted: bool | Mapping[str, Any]) -> list[s
     options = dict(wanted) if isinstance(wanted, Mapping) else {}
     blocks = repeated_blocks(model) or [("", model)]
     for _, module in blocks:
-        module.compile(**options)
+        # Not `module.compile()`, which leaves modules whose forward is torch's own (a Sequential) as they are, without a word.
+        module.forward = torch.compile(module.forward, **options)
     return [name for name, _ in blocks]

@@ -6,6 +6,7 @@ longer exist. Whatever the provider, the result is checked: exactly the paramete
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.exceptions import ConfigurationError, UnsupportedError
 from trainer_kit.optim.group_values import remember_configured
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -88,6 +89,10 @@ def check_optimizer(optimizer: Any, parameters: NamedParameters, maker: str) -> 
     """Raises ConfigurationError unless it is an optimizer of torch that holds exactly these parameters, each once."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer=: {maker} gave a {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+    step = inspect.unwrap(type(optimizer).step)
+    if any(p.default is p.empty for p in list(inspect.signature(step).parameters.values())[1:]):
+        kind = type(optimizer).__name__
+        raise UnsupportedError(f"{kind} takes a closure in step(), which the trainer calls without; use another optimizer=")
     label = f"the {type(optimizer).__name__} that {maker} gave as optimizer="
     names = {id(parameter): name for name, parameter in parameters}
     held: set[int] = set()

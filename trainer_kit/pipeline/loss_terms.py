@@ -169,6 +169,8 @@ def checked_weight(weight: Weight, name: str) -> Weight:
         if weight.device.type != "cpu":
             return weight.detach().reshape(())
         weight = read_cpu_scalar(weight)  # on a CPU a weight of 0 is known before the backward
+    if not isinstance(weight, (int, float)):
+        raise ConfigurationError(f"the weight{where} is {weight!r}, expected a number or a tensor of one element")
     if not 0 <= weight < math.inf:
         raise ConfigurationError(f"the weight{where} is {weight}, expected a finite number that is not negative")
     return weight

@@ -79,8 +79,8 @@ def write_model_state(
 
 def _final(items: Iterable[StateItem], dtype: torch.dtype | None) -> list[StateItem]:
     """The items with the dtypes that they are written in, checked."""
-    if dtype is not None and not dtype.is_floating_point:
-        raise ConfigurationError(f"dtype={dtype}: a floating-point dtype was expected; other tensors are written as they are")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigurationError(f"dtype={dtype!r}: a floating-point dtype was expected; other tensors are written as they are")
     final: dict[str, StateItem] = {}
     for item in items:
         item = StateItem(*item)
