@@ -103,6 +103,12 @@ def measuring(**metrics: Any) -> Task:
     return type("Measuring", (MeanTask,), {"metrics": lambda self: metrics})()
 
 
+def two_terms() -> Task:
+    """Two loss terms, and a metric with the name of one of them."""
+    methods = {"compute_loss": lambda self, out, state: {"main": out, "aux": 2 * out}, "metrics": lambda self: {"aux": Mean()}}
+    return type("Terms", (MeanTask,), methods)()
+
+
 def owning(kind: str) -> Callable[[], nn.Module]:
     """Builds a model with a tensor that no reset gives a value."""
 
@@ -398,6 +404,7 @@ MODEL = {
     "inputs that are none": Case(lambda f: fit(task=feeding(lambda b: b)), C, ("build_forward_inputs", "Tensor", "ForwardInputs(inputs=")),
     "task without methods": Case(lambda f: fit(task=Unbound()), NotImplementedError, ("Unbound", "build_forward_inputs")),
     "metric named loss": Case(lambda f: fit(task=measuring(loss=Mean())), C, ("'loss'", "metrics()", "rename")),
+    "metric named as a loss term": Case(lambda f: fit(task=two_terms(), log_every=1), C, ("'aux'", "metrics()", "rename")),
     "metric class": Case(lambda f: fit(task=measuring(mean=Mean)), C, ("'mean'", "instance", "Mean()")),
     "metric that is none": Case(lambda f: fit(task=measuring(mean=3)), C, ("'mean'", "update, compute, reset")),
     "weight as a text": Case(lambda f: fit(task=feeding(lambda b: ForwardInputs(inputs=b, weight="1"))), C, ("weight", "'1'", "number")),

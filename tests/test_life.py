@@ -327,3 +327,24 @@ def test_a_run_that_begins_anew_sets_the_old_checkpoints_aside(tmp_path, caplog)
     again = make(total_steps=3)
     again.fit(resume=tmp_path / "previous-1-step-00000002")
     assert again.step == 3 and (tmp_path / "step-00000003").exists() and (tmp_path / "step-00000002").exists()
+
+
+def test_the_pack_of_a_failed_step_is_not_lost():
+    """Contracts 16 and 24: the loss fails once in the second pack; the next fit trains on all four, in order."""
+    seen = []
+
+    class FailsOnce(MeanTask):
+        failed = False
+
+        def compute_loss(self, pipeline_results, state):
+            if state.item() == 2 and not self.failed:
+                self.failed = True
+                raise RuntimeError("out of memory")
+            seen.append(state.item())
+            return pipeline_results
+
+    trainer = quiet_trainer(Scalar(), FailsOnce(), [t(1), t(2), t(3), t(4)])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.fit()
+    trainer.fit()
+    assert seen == [1, 2, 3, 4] and trainer.step == 4

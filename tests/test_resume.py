@@ -520,6 +520,20 @@ def test_a_checkpoint_is_data_whatever_the_settings_are(tmp_path):
     assert "model/w" in safetensors.torch.load_file(tmp_path / "step-00000001" / "rank-00000.safetensors")
 
 
+def test_settings_without_a_plain_value_are_not_told_as_changes(tmp_path, caplog):
+    """Design decision 8: a function or an object has no address in what is saved, which would differ in every process."""
+
+    class WithObjects(MeanTask):
+        def hparams(self):
+            return {"function": lambda x: x, "object": object(), "activation": nn.functional.relu}
+
+    for total in (2, 4):
+        callbacks = [Checkpoint(tmp_path, every=2)]
+        quiet_trainer(Scalar(), WithObjects(), [t(1)] * 4, callbacks=callbacks, optimizer=SGD(lr=1.0), total_steps=total).fit()
+    assert "settings.task" not in caplog.text
+    assert " at 0x" not in json.dumps(read_manifest(tmp_path / "step-00000004").identity["settings"])
+
+
 class Held:
     """Holds the writer until it is let go."""
 

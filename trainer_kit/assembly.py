@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -173,7 +174,12 @@ def plain_settings(recipe: Recipe, strategy: MeshStrategy, context: DistributedC
         "device": context.device.type,
         **recipe.hparams(),
     }
-    return json.loads(json.dumps(settings, default=str))
+    return json.loads(json.dumps(settings, default=_named))
+
+
+def _named(value: Any) -> str:
+    """A name for what JSON cannot hold; without the address, which differs in every process."""
+    return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def open_stream(provider: DataProvider, context: DistributedContext, config: TrainerConfig, *, training: bool) -> DataStream:

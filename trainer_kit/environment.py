@@ -30,6 +30,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
         torch.backends.cudnn.benchmark,
     )
     # cuBLAS reads this when its first handle is made; without it deterministic mode refuses matrix products.
+    absent = "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -38,6 +39,8 @@ def _deterministic(wanted: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = before[2]
+        if absent:
+            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
 @contextmanager

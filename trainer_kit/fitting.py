@@ -79,7 +79,7 @@ class Fitting:
         run = loop.run
         run.deadline = None if config.max_time is None else time.monotonic() + config.max_time
         closers = [loop.stream.close, loop.gradients.zero, *self.closers]
-        life = FitLifecycle(run, loop.dispatcher, self.requests, self.training.random, self.saving.saver, closers)
+        life = FitLifecycle(run, loop.dispatcher, self.requests, self.training.random, self.saving.saver, loop.stream.step_back, closers)
         with run_environment(config, self.context.device), life.around():
             set_train_modes(self.model.stages)
             settings = assembly.plain_settings(self.recipe, self.strategy, self.context, run.total_steps)

@@ -15,13 +15,14 @@ from trainer_kit.run_state import Requests, RunState
 
 @dataclass
 class FitLifecycle:
-    """Guards one fit. `closers` are called at its end, each once."""
+    """Guards one fit. `closers` are called at its end, each once; `undo_step` when a step ended half-way, before them."""
 
     run: RunState
     dispatcher: Dispatcher
     requests: Requests
     random: RandomStreams
     saver: CheckpointSaver
+    undo_step: Callable[[], None]
     closers: Sequence[Callable[[], None]]
 
     @contextmanager
@@ -37,10 +38,10 @@ class FitLifecycle:
             self._tell(caught)
             raise
         finally:
-            self.run.phase = "idle"
+            half_way, self.run.phase = self.run.phase == "step", "idle"
             self.random.leave()
             try:
-                self._close_all(error)
+                self._close_all(error, half_way)
             finally:
                 error = None  # a frame that holds its own exception would keep the model alive
         if self.run.stop_raising is not None:
@@ -54,9 +55,10 @@ class FitLifecycle:
         except Exception as second:
             error.add_note(f"besides, an on_exception handler failed: {type(second).__name__}: {second}")
 
-    def _close_all(self, error: BaseException | None) -> None:
+    def _close_all(self, error: BaseException | None, half_way: bool) -> None:
         first: BaseException | None = error
-        for close in (lambda: self.saver.close(error), *self.closers):
+        undo = [self.undo_step] if half_way else []
+        for close in (lambda: self.saver.close(error), *undo, *self.closers):
             try:
                 close()
             except BaseException as failure:  # Ctrl-C too: the others must still be closed

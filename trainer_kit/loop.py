@@ -7,7 +7,7 @@ the events at their places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from trainer_kit import events
 from trainer_kit.callback import Dispatcher
 from trainer_kit.data import DataStream, Pack
+from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.gradients import Gradients, NonFiniteGuard
 from trainer_kit.mesh.context import DistributedContext
 from trainer_kit.metrics import Metric
@@ -114,11 +115,10 @@ class TrainingLoop:
 
     def _log_step(self, result: PackResult) -> None:
         log = self.records.log
-        for name, value in result.values("train").items():
+        for name, value in with_metrics(result.values("train"), self.metrics, "train").items():
             log(name, value)
         log("optim/lr", self.optimizer.param_groups[0]["lr"])
-        for name, metric in self.metrics.items():
-            log(f"train/{name}", metric.compute())
+        for metric in self.metrics.values():
             metric.reset()
 
 
@@ -135,8 +135,15 @@ def evaluate(
     result, metrics = PackResult(), metrics_of(task)
     for microbatch in _one_pass(stream, limit):
         evaluate_microbatch(model, task, context, microbatch, metrics, result)
-    values = result.values(prefix) | {f"{prefix}/{name}": metric.compute() for name, metric in metrics.items()}
-    return {name: float(value) for name, value in values.items()}
+    return {name: float(value) for name, value in with_metrics(result.values(prefix), metrics, prefix).items()}
+
+
+def with_metrics(losses: Mapping[str, Any], metrics: Mapping[str, Metric], prefix: str) -> dict[str, Any]:
+    """The losses and the computed metrics under their names; a metric may not take the place of a loss term."""
+    computed = {f"{prefix}/{name}": metric.compute() for name, metric in metrics.items()}
+    if both := sorted(losses.keys() & computed.keys()):
+        raise ConfigurationError(f"{both[0]} is a loss term and a metric of metrics(); rename one of them")
+    return {**losses, **computed}
 
 
 def predict(

@@ -61,7 +61,7 @@ class DataStream:
         self.max_epochs = max_epochs
         pins = provider.pin_memory is not False
         self._transfer = DeviceTransfer(device, pin_memory=pins, ahead=prefetch_packs > 0) if device.type != "cpu" else None
-        self._head = self._tail = Place()
+        self._before = self._head = self._tail = Place()
         self._queue: deque[_Fetched] = deque()
         self._packs: Iterator[Any] | None = None  # of the running epoch, at `_tail`
         self._said_end = False
@@ -82,7 +82,7 @@ class DataStream:
         assert due.pack is not None and due.place is not None
         if due.copy is not None and self._transfer is not None:
             due.pack.microbatches = self._transfer.finish(due.copy)
-        self._head = due.place
+        self._before, self._head = self._head, due.place
         self.epoch = due.pack.epoch
         return due.pack
 
@@ -94,8 +94,15 @@ class DataStream:
         """Go on from a saved place. Nothing is read before the next pack is asked for."""
         self._stop_fetching()
         self._queue.clear()
-        self._head = self._tail = Place.from_state(state)
+        self._before = self._head = self._tail = Place.from_state(state)
         self.epoch = self._head.last_epoch
+
+    def step_back(self) -> None:
+        """Give the pack that was handed out last once more, because its step failed. An iterator that is read once cannot."""
+        if self._provider.num_epochs == 1 and self._before is not self._head:
+            _log.warning("the pack of the failed step is lost: %s can be read only once", self._name)
+            return
+        self.load_state_dict(self._before.state_dict())
 
     def close(self) -> None:
         """End workers and iterators. Packs fetched already are kept, and `next` goes on where it was."""
