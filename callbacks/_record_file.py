@@ -6,6 +6,7 @@ so records of later steps are dropped when a fit starts, and so is a last line w
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -46,11 +47,24 @@ class RecordFile:
             if at is None or (at <= step and step > 0):
                 kept.append(line)
         if lines and step == 0:
-            os.replace(self.path, f"{self.path}.previous")
-            logger.info("%s held records of an earlier run; they are in %s.previous now", self.path, self.path)
+            self._move_aside()
             kept = []
         self.replace(kept)
         return kept
+
+    def _move_aside(self) -> None:
+        """Give the records and settings of an earlier run names of their own, which nothing has yet."""
+        for count in itertools.count(1):
+            moves = [(path, f"{path}.previous-{count}") for path in (self._settings_path, self.path) if os.path.exists(path)]
+            if not any(os.path.exists(new) for _, new in moves):
+                break
+        for old, new in moves:
+            os.replace(old, new)
+        logger.info("%s held records of an earlier run; they are in %s now", self.path, moves[-1][1])
+
+    @property
+    def _settings_path(self) -> str:
+        return f"{os.path.splitext(self.path)[0]}.settings.json"
 
     def lines(self) -> list[str]:
         """The complete lines of the file; one without an end was cut by a kill and is left out."""
@@ -85,7 +99,6 @@ class RecordFile:
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Put the settings of the run beside the records."""
-        path = f"{os.path.splitext(self.path)[0]}.settings.json"
-        with open(path, "w", encoding="utf-8") as file:
+        with open(self._settings_path, "w", encoding="utf-8") as file:
             json.dump(settings, file, indent=2, default=str)
             file.write("\n")

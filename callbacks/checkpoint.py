@@ -16,7 +16,7 @@ from trainer_kit.checkpoint.folder import CheckpointFolder
 from trainer_kit.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
-    from trainer_kit.events import CheckpointSaved, CheckpointStart, FitEnd, FitStart, Metrics, StepEnd
+    from trainer_kit.events import BuildStart, CheckpointSaved, CheckpointStart, FitEnd, FitStart, Metrics, StepEnd
     from trainer_kit.trainer import Trainer
 
 
@@ -54,6 +54,9 @@ class Checkpoint(Callback):
         self.name = name
         self.folder = CheckpointFolder(folder)
         self._url = os.fspath(folder)
+        self._start_anew()
+
+    def _start_anew(self) -> None:
         self._scores: dict[int, float] = {}  # step of a checkpoint -> its value of the metric
         self._latest: float | None = None  # the newest value of the metric
         self._seen: set[str] = set()
@@ -96,6 +99,9 @@ class Checkpoint(Callback):
         _, mode, count = self.best
         sign = 1.0 if mode == "min" else -1.0
         return sorted(self._scores, key=lambda step: (sign * self._scores[step], step))[:count]
+
+    def on_build_start(self, event: BuildStart) -> None:
+        self._start_anew()  # it may have been in another trainer
 
     def on_fit_start(self, event: FitStart) -> None:
         self._first_step = event.trainer.step

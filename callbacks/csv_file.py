@@ -44,7 +44,8 @@ class CSV(Callback):
     path: a local file. The settings of the run go to `<path without its ending>.settings.json`, once per run.
     name: the key of this callback; give another one to a second CSV.
 
-    A resumed run drops the rows behind its step and goes on; a run that starts at step 0 moves an old file to `<path>.previous`.
+    A resumed run drops the rows behind its step and goes on; a run that starts at step 0 moves old files aside,
+    to `<path>.previous-1`, `-2` and so on.
     """
 
     is_logger: ClassVar[bool] = True

@@ -12,7 +12,7 @@ from trainer_kit.callback import Callback
 from trainer_kit.callbacks._arguments import choice, metric_name, number, warn_missing_metric, whole_number
 
 if TYPE_CHECKING:
-    from trainer_kit.events import FitEnd, FitStart, Metrics
+    from trainer_kit.events import BuildStart, FitEnd, FitStart, Metrics
 
 
 class EarlyStopping(Callback):
@@ -31,6 +31,9 @@ class EarlyStopping(Callback):
         self.patience = whole_number(self, "patience", patience)
         self.mode = choice(self, "mode", mode, ("min", "max"))
         self.min_delta = number(self, "min_delta", min_delta, at_least=0.0)
+        self._start_anew()
+
+    def _start_anew(self) -> None:
         self.best: float | None = None
         self.best_step = 0
         self.num_bad = 0
@@ -59,6 +62,9 @@ class EarlyStopping(Callback):
 
     def _reason(self) -> str:
         return f"{self.metric} has not improved on {self.best} of step {self.best_step} in {self.num_bad} records"
+
+    def on_build_start(self, event: BuildStart) -> None:
+        self._start_anew()  # it may have been in another trainer
 
     def on_fit_start(self, event: FitStart) -> None:
         self._first_step = event.trainer.step

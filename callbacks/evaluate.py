@@ -13,7 +13,7 @@ from trainer_kit.callbacks._arguments import whole_number
 from trainer_kit.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
-    from trainer_kit.events import FitEnd, FitStart, StepEnd
+    from trainer_kit.events import BuildStart, FitEnd, FitStart, StepEnd
     from trainer_kit.task import Task
     from trainer_kit.trainer import Trainer
 
@@ -66,6 +66,9 @@ class Evaluate(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._evaluated = state["evaluated"]
+
+    def on_build_start(self, event: BuildStart) -> None:
+        self._evaluated = -1  # it may have been in another trainer
 
     def on_fit_start(self, event: FitStart) -> None:
         self._first_step = event.trainer.step

@@ -35,7 +35,8 @@ class JSONLines(Callback):
     path: a local file. The settings of the run go to `<path without its ending>.settings.json`, once per run.
     name: the key of this callback; give another one to a second JSONLines.
 
-    A resumed run drops the lines behind its step and goes on; a run that starts at step 0 moves an old file to `<path>.previous`.
+    A resumed run drops the lines behind its step and goes on; a run that starts at step 0 moves old files aside,
+    to `<path>.previous-1`, `-2` and so on.
     """
 
     is_logger: ClassVar[bool] = True

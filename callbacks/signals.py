@@ -3,7 +3,8 @@
 Ctrl-C: the running step is finished, `fit` ends as usual and raises KeyboardInterrupt; the trainer stays usable. A second Ctrl-C
 raises at once. SIGTERM: the step is finished, the end of the fit saves (if there is a Checkpoint), and `fit` raises `Interrupted`, a
 SystemExit with code 143. A second SIGTERM, or no step boundary within the grace time, leaves at once. Not here: agreement of ranks.
-Know before editing: handlers only set flags; a signal may arrive at any bytecode of the main thread.
+Know before editing: handlers only set flags; a signal may arrive at any bytecode of the main thread, and a process that is forked
+during a fit has inherited the handlers.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Signals(Callback):
         self.grace = number(self, "grace", grace, above=0.0)
         self._watch = GraceWatch(self.grace)
         self._previous: dict[int, Any] = {}  # signal -> the handler from before
+        self._pid = 0
         self._num_interrupts = 0
         self._term = False
         self._acted = False
@@ -48,7 +50,7 @@ class Signals(Callback):
         return f"Signals(grace={self.grace:g} s)"
 
     def on_fit_start(self, event: FitStart) -> None:
-        self._num_interrupts, self._term, self._acted = 0, False, False
+        self._num_interrupts, self._term, self._acted, self._pid = 0, False, False, os.getpid()
         if not self.enabled or threading.current_thread() is not threading.main_thread():
             return
         for signum, handler in ((signal.SIGINT, self._on_interrupt), (signal.SIGTERM, self._on_terminate)):
@@ -61,12 +63,18 @@ class Signals(Callback):
             self._watch.start()
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # in a data worker, which the trainer's process ends
+            return
         self._num_interrupts += 1
         if self._num_interrupts > 1:
             raise KeyboardInterrupt
         _tell("Ctrl-C: finishing the step; press again to stop at once\n")
 
     def _on_terminate(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child ends as it would have without us
+            signal.signal(signum, self._previous[signum])
+            signal.raise_signal(signum)
+            return
         self._term = True
         _tell("SIGTERM: finishing the step, then leaving\n")
 

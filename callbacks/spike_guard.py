@@ -16,7 +16,7 @@ from trainer_kit.callbacks._arguments import choice, logger, metric_name, number
 from trainer_kit.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
-    from trainer_kit.events import FitEnd, FitStart, Metrics
+    from trainer_kit.events import BuildStart, FitEnd, FitStart, Metrics
 
 _MAD_TO_SIGMA = 1.4826  # of normally distributed values; Rousseeuw and Croux, 1993
 _MIN_RECORDS = 10  # fewer say nothing about the usual spread
@@ -42,9 +42,12 @@ class SpikeGuard(Callback):
             raise ConfigurationError("SpikeGuard(threshold=inf) would see no finite spike; expected a finite number, such as 10.0")
         self.patience = whole_number(self, "patience", patience)
         self.action = choice(self, "action", action, ("warn", "stop"))
+        self._start_anew()
+
+    def _start_anew(self) -> None:
         self.num_spikes = 0  # in the whole run
         self._in_a_row = 0
-        self._values: deque[float] = deque(maxlen=window)
+        self._values: deque[float] = deque(maxlen=self.window)
         self._seen: set[str] = set()
         self._first_step = 0
 
@@ -70,6 +73,9 @@ class SpikeGuard(Callback):
         middle = median(self._values)
         deviation = _MAD_TO_SIGMA * median(abs(v - middle) for v in self._values)
         return value - middle > self.threshold * max(deviation, 1e-3 * abs(middle))
+
+    def on_build_start(self, event: BuildStart) -> None:
+        self._start_anew()  # it may have been in another trainer
 
     def on_fit_start(self, event: FitStart) -> None:
         self._first_step = event.trainer.step

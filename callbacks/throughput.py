@@ -7,34 +7,18 @@ the queue holds. The time of evaluations and saves is taken out: it ends with th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from trainer_kit.callback import Callback
 from trainer_kit.callbacks._arguments import number
 from trainer_kit.callbacks._peak_flops import PEAK_BF16_FLOPS, device_name
 from trainer_kit.callbacks._records import is_recorded
+from trainer_kit.data import batch_size
 from trainer_kit.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
     from trainer_kit.events import CheckpointSaved, CheckpointStart, EvaluateEnd, EvaluateStart, FitStart, ForwardBackwardEnd, StepStart
-
-def num_samples(microbatch: Any) -> int | None:
-    """The length of the first dim of the first tensor in a microbatch; None if there is no tensor."""
-    if isinstance(microbatch, torch.Tensor):
-        return microbatch.shape[0] if microbatch.dim() else None
-    if isinstance(microbatch, Mapping):
-        parts: Any = microbatch.values()
-    elif isinstance(microbatch, list | tuple):
-        parts = microbatch
-    elif is_dataclass(microbatch):
-        parts = (getattr(microbatch, field.name) for field in fields(microbatch))
-    else:
-        return None
-    return next((n for n in map(num_samples, parts) if n is not None), None)
 
 
 class Throughput(Callback):
@@ -97,7 +81,7 @@ class Throughput(Callback):
         self._resume()
         self._num_steps += 1
         for microbatch in event.microbatches:
-            self._num_samples += num_samples(microbatch) or 0
+            self._num_samples += batch_size(microbatch) or 0
             if self.tokens is not None:
                 self._num_tokens += self.tokens(microbatch)
 

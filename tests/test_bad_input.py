@@ -483,8 +483,8 @@ SAVED = {
     "another seed": Case(lambda f: resumed(f, seed=5).fit(), K, ("another run", "seed: 0", "5 now", "seed=")),
     "another run name": Case(lambda f: resumed(f, run_name="b").fit(), K, ("another run", "'run'", "'b' now", "run_name=")),
     "another model": Case(lambda f: resumed(f, model=nn.Linear(1, 1)).fit(), K, ("another run", "parameters", "same model")),
-    "another optimizer": Case(lambda f: resumed(f, optimizer=SGD(momentum=0.9)).fit(), K, ("exp_avg", "optimizer")),
-    "optimizer without moments": Case(lambda f: resumed(f, optimizer=sgd()).fit(), K, ("exp_avg", "optimizer")),
+    "another optimizer": Case(lambda f: resumed(f, optimizer=SGD(momentum=0.9)).fit(), K, ("AdamW", "SGD", "optimizer=")),
+    "optimizer without moments": Case(lambda f: resumed(f, optimizer=sgd()).fit(), K, ("AdamW", "SGD", "optimizer=")),
     "unknown part": Case(
         lambda f: resumed(f).load_checkpoint(f / "run" / "step-00000004", parts=["optim"]), C, ("'optim'", "did you mean 'optimizer'")
     ),

@@ -160,7 +160,9 @@ EDGE = {  # where everything is wired: may import anything
     "__init__", "assembly", "default_callbacks", "description", "environment", "fitting", "inference", "lifecycle", "run_length", "run_state",
     "saving", "trainer", "training_state",
 }  # fmt: skip
-CALLBACKS_MAY_IMPORT = {"trainer_kit.callback", "trainer_kit.exceptions", "trainer_kit.storage", "trainer_kit.checkpoint.folder"}
+CALLBACKS_MAY_IMPORT = {
+    f"trainer_kit.{name}" for name in ("callback", "checkpoint.folder", "data", "exceptions", "storage")
+}
 
 
 def test_every_part_has_its_place():

@@ -263,6 +263,30 @@ def test_a_supervised_microbatch_weighs_its_samples(batch):
     assert given.weight == 3 and torch.equal(given.inputs, torch.ones(3, 2)) and torch.equal(given.state, t(1, 2, 3))
 
 
+@pytest.mark.parametrize(
+    ("targets", "size"),
+    [
+        ({"class": t(1, 2, 3), "box": torch.ones(3, 4)}, 3),
+        ({"name": ["a", "b", "c"]}, 3),
+        ({"scale": 2.0, "class": t(1, 2, 3)}, 3),
+        ([torch.ones(3, 4), t(1, 2, 3)], 3),
+        ((t(1, 2, 3), {"a": t(1, 2, 3)}), 3),
+        ([{"boxes": torch.ones(5, 4)}, {"boxes": torch.ones(5, 4)}, {"boxes": torch.ones(5, 4)}], 3),
+        ([t(1), t(1, 2), t(1, 2, 3)], 3),
+        ([1, 2, 3], 3),
+    ],
+)
+def test_samples_are_counted_in_targets_of_every_form(targets, size):
+    """A mapping by its entries, not by its keys; a list of tensors as collating makes it, or with an entry per sample."""
+    assert SupervisedTask(F.mse_loss).build_forward_inputs((torch.ones(3, 2), targets)).weight == size
+
+
+@pytest.mark.parametrize("targets", [torch.tensor(1.0), {"a": 1.0}, None, 3])
+def test_targets_that_cannot_be_counted_are_refused(targets):
+    with pytest.raises(ConfigurationError, match=r"its targets are .*dim 0"):
+        SupervisedTask(F.mse_loss).build_forward_inputs((torch.ones(3, 2), targets))
+
+
 def test_supervised_metrics_get_what_their_function_says():
     task = SupervisedTask(F.mse_loss, metrics={"error": (Mean, lambda out, target: (out - target).abs())})
     model = nn.Linear(1, 1, bias=False)
@@ -324,6 +348,39 @@ def test_a_microbatch_without_a_label_adds_nothing():
     trainer.fit()
     torch.testing.assert_close(seen.seen[0]["table.weight"], expected)
     assert trainer.evaluate([empty, full])["val/loss"] == pytest.approx(loss.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("labels", [{}, {"labels": None}])
+def test_padding_is_not_predicted(labels):
+    """Without labels the attention mask tells what is padding: the mean is over the tokens of the rows without it, by their lengths."""
+    torch.manual_seed(0)
+    model, seen = Bigram(), Gradients()
+    rows = [[torch.randint(0, 7, (length,)) for length in lengths] for lengths in ((5, 2), (3, 4), (1, 1))]
+    microbatches = []
+    for sequences in rows:
+        tokens = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=6)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
+        microbatches.append({"input_ids": tokens, "attention_mask": mask, **labels})
+    alone = [row[None] for sequences in rows for row in sequences if len(row) > 1]
+    expected = sum(shifted_loss(model, row, row) for row in alone) / (4 + 1 + 2 + 3)
+    (gradient,) = torch.autograd.grad(expected, [model.table.weight])
+    trainer = quiet_trainer(model, CausalLMTask(), microbatches, callbacks=[seen], accumulate=3, log_every=1, optimizer=sgd(0.0))
+    trainer.fit()
+    torch.testing.assert_close(seen.seen[0]["table.weight"], gradient)
+    assert trainer.history.last("train/loss")[1] == pytest.approx(expected.item(), rel=1e-6)
+    assert trainer.history.last("train/perplexity")[1] == pytest.approx(expected.exp().item(), rel=1e-6)
+
+
+def test_given_labels_count_whatever_the_mask_says():
+    tokens, mask = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 1, 0, 0]])
+    given = CausalLMTask().build_forward_inputs({"input_ids": tokens, "attention_mask": mask, "labels": tokens})
+    assert given.state.targets.tolist() == [[2, 3, 4, -100]] and int(given.weight) == 3
+
+
+def test_a_mask_of_another_form_does_not_tell_of_padding():
+    tokens, mask = torch.tensor([[1, 2, 3]]), torch.zeros(1, 1, 3, 3)
+    given = CausalLMTask().build_forward_inputs({"input_ids": tokens, "attention_mask": mask})
+    assert given.state.targets.tolist() == [[2, 3, -100]] and given.weight == 2
 
 
 def test_other_entries_go_to_the_model():

@@ -23,7 +23,7 @@ from trainer_kit.checkpoint import parameter_digest
 from trainer_kit.checkpoint.identity import tensors_checksum
 from trainer_kit.config import TrainerConfig
 from trainer_kit.data import DataProvider, DataStream
-from trainer_kit.environment import check_host_sync_support, make_autocast
+from trainer_kit.environment import InputsAs, check_host_sync_support, make_autocast
 from trainer_kit.gradients import Gradients, NonFiniteGuard
 from trainer_kit.loop import TrainingLoop
 from trainer_kit.mesh import DistributedContext, MeshStrategy
@@ -61,7 +61,11 @@ class Recipe:
     def hparams(self) -> dict[str, Any]:
         """The `hparams()` of the parts, by part."""
         parts: dict[str, Any] = {"model": self.model_provider, "task": self.task, "data": self.data, "optimizer": self.optimizer_provider()}
-        return {name: part.hparams() for name, part in parts.items()}
+        schedule = as_lr_scheduler_provider(self.lr_scheduler)
+        if schedule is not None:
+            parts["lr_scheduler"] = schedule
+        found = {name: part.hparams() for name, part in parts.items()}
+        return found | {"callbacks": [callback.describe() for callback in self.callbacks]}
 
     def optimizer_provider(self) -> OptimizerProvider:
         """The optimizer given, or the default of the precision."""
@@ -77,8 +81,7 @@ class BuiltModel:
     stages: list[nn.Module]
     contexts: list[StageContext]
     table: ParameterTable
-    call: Callable[[Any, Any], Any]
-    autocast: Callable[[], Any]
+    runner: SequentialRunner
 
 
 @dataclass
@@ -163,6 +166,7 @@ def run_identity(recipe: Recipe, table: ParameterTable, strategy: MeshStrategy, 
         identity["frozen_weights"] = tensors_checksum(frozen)
     settings = plain_settings(recipe, strategy, context, None)
     del settings["trainer"]["total_steps"]  # an extended run is the same run, and the LR schedule tells of its new length
+    del settings["callbacks"]  # they name folders, which may have moved
     return identity | {"settings": settings}
 
 
@@ -206,8 +210,11 @@ def build_model(recipe: Recipe, context: DistributedContext) -> BuiltModel:
         load_model_state(config.source_model, provider.load_mapper(stage), table.tensors(), aliases=table.aliases)
     checkpoint_activations(stage.module, config.activation_checkpointing)
     compile_blocks(stage.module, config.compile)
-    autocast = make_autocast(config.precision, context.device)
-    return BuiltModel([stage.module], [stage], table, ModelCaller(stage.module), autocast)
+    call: Callable[[Any, Any], Any] = ModelCaller(stage.module)
+    if config.precision == "bf16":
+        call = InputsAs(torch.bfloat16, call)
+    runner = SequentialRunner(call, context, autocast=make_autocast(config.precision, context.device))
+    return BuiltModel([stage.module], [stage], table, runner)
 
 
 def build_loop(
@@ -228,9 +235,23 @@ def build_loop(
     grad_dtype = DTYPES[config.grad_dtype] or (torch.float32 if takes_fp32 else None)
     gradients = Gradients(model.table.trainable(), grad_dtype=grad_dtype, cast_for_update=not takes_fp32)
     metrics = metrics_of(recipe.task)
-    guard = NonFiniteGuard(gradients, optimizer, config.nonfinite, device=device, deferred=device.type != "cpu", delay=config.log_delay)
-    runner = SequentialRunner(model.call, recipe.task, context, autocast=model.autocast, metrics=metrics)
-    return TrainingLoop(run, stream, runner, gradients, guard, optimizer, lr_scheduler, records, metrics, dispatcher, requests)
+    deferred = device.type != "cpu"
+    guard = NonFiniteGuard(gradients, optimizer, config.nonfinite, device=device, deferred=deferred, delay=config.log_delay)
+    return TrainingLoop(
+        run,
+        stream,
+        model.runner,
+        recipe.task,
+        model.table,
+        gradients,
+        guard,
+        optimizer,
+        lr_scheduler,
+        records,
+        metrics,
+        dispatcher,
+        requests,
+    )
 
 
 def build_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer, schedule_steps: int | None) -> Any:

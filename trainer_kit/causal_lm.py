@@ -29,8 +29,9 @@ class CausalLMTask(Task):
     """Mean cross-entropy over all tokens of the step, whatever the lengths of its microbatches.
 
     A batch is a tensor of tokens (B, T), or a mapping with `input_ids` and optionally `labels` (B, T), in the layout that
-    transformers uses: not shifted, -100 where nothing is predicted; its other entries go to the model as they are. The model
-    returns logits (B, T, V), or an object that has them as `.logits`.
+    transformers uses: not shifted, -100 where nothing is predicted; without labels, tokens at which an `attention_mask` (B, T) is 0
+    are padding and not predicted. Its other entries go to the model as they are. The model returns logits (B, T, V), or an object
+    that has them as `.logits`.
     """
 
     def build_forward_inputs(self, batch: Any) -> ForwardInputs:
@@ -38,7 +39,7 @@ class CausalLMTask(Task):
             tokens, labels, inputs = batch, batch, batch  # type: tuple[torch.Tensor, torch.Tensor, Any]
         elif isinstance(batch, Mapping) and "input_ids" in batch:
             tokens = batch["input_ids"]
-            labels = batch.get("labels", tokens)
+            labels = batch["labels"] if batch.get("labels") is not None else without_padding(tokens, batch.get("attention_mask"))
             inputs = {name: value for name, value in batch.items() if name != "labels"}
         else:
             found = f"a mapping with {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
@@ -74,3 +75,10 @@ class CausalLMTask(Task):
 
     def process_outputs(self, pipeline_results: Any, state: Any) -> Any:
         return pipeline_results if isinstance(pipeline_results, torch.Tensor) else pipeline_results.logits
+
+
+def without_padding(tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Labels that leave the masked tokens out. A mask of another shape, as for packed sequences, does not tell of padding."""
+    if mask is None or mask.shape != tokens.shape:
+        return tokens
+    return tokens.masked_fill(mask == 0, IGNORE_INDEX)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from trainer_kit.mesh.context import DistributedContext
+from trainer_kit.torch_private import takes_found_inf
 
 if TYPE_CHECKING:
     from trainer_kit.trainer import Trainer
@@ -101,9 +102,14 @@ def _run(trainer: Trainer) -> Rows:
         default = " (default)" if recipe.optimizer is None else ""
         rows.append(("optimizer", short_repr(recipe.optimizer_provider()) + default))
         rows.append(("LR schedule", "none" if recipe.lr_scheduler is None else short_repr(recipe.lr_scheduler)))
-    if trainer.config.nonfinite == "skip":
-        waits = "; waits for the device once per step" if trainer.context.device.type != "cpu" else ""
-        rows.append(("non-finite gradients", f"skip the step{waits}"))
+    if trainer.parameters.trainable() and trainer.context.device.type != "cpu":
+        fused = takes_found_inf(trainer.optimizer)
+        if trainer.config.nonfinite == "skip":
+            rows.append(("waits for the device", "once per step, because the LR schedule counts updates that were not skipped"))
+        elif not fused:
+            rows.append(
+                ("waits for the device", "once per step where the task gives its weight as a device tensor: the optimizer is not fused")
+            )
     return rows
 
 

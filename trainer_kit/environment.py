@@ -1,14 +1,16 @@
-"""Process-wide switches that a run needs, undone when it ends: deterministic kernels, and errors at host synchronisations."""
+"""What surrounds the model in a run: process-wide switches, undone when it ends, and the precision of its inputs and operations."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 from trainer_kit.config import TrainerConfig
+from trainer_kit.data import map_tensors
 from trainer_kit.exceptions import ConfigurationError
 
 
@@ -71,3 +73,16 @@ def make_autocast(precision: str, device: torch.device) -> Callable[[], Abstract
     if precision != "bf16-mixed":
         return nullcontext
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+class InputsAs:
+    """Calls a model with the floating-point tensors of its inputs in one dtype, as that of its parameters asks for."""
+
+    def __init__(self, dtype: torch.dtype, model: Callable[[Any, Any], Any]) -> None:
+        self._dtype, self._model = dtype, model
+
+    def __call__(self, inputs: Any, shared: Any) -> Any:
+        return self._model(map_tensors(self._cast, inputs), map_tensors(self._cast, shared))
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor

@@ -11,10 +11,10 @@ from trainer_kit import assembly, events
 from trainer_kit.description import say
 from trainer_kit.environment import run_environment
 from trainer_kit.exceptions import CheckpointError, ConfigurationError
-from trainer_kit.lifecycle import FitLifecycle
+from trainer_kit.lifecycle import FitLifecycle, telling
 from trainer_kit.mesh import DistributedContext, MeshStrategy
 from trainer_kit.model.modes import set_train_modes
-from trainer_kit.run_length import plan_length
+from trainer_kit.run_length import RunLength, plan_length
 from trainer_kit.run_state import Requests
 from trainer_kit.saving import Saving
 
@@ -35,28 +35,43 @@ class Fitting:
     def fit(self, total_steps: int | None, resume: str | os.PathLike[str]) -> None:
         """See `Trainer.fit`."""
         run = self.training.loop.run
-        self._set_length(total_steps)
-        resumed = self._resume(resume)
-        if run.total_steps is not None and run.step >= run.total_steps:
-            done = f"{run.step} of {run.total_steps} steps are finished"
-            say(f"nothing to do: {done}; fit(total_steps=...) extends the run", self.context)
-            return
-        self.saving.prepare()
+        with telling(self.training.loop.dispatcher):
+            self._set_length(total_steps)
+            resumed = self._resume(resume)
+            if resumed and total_steps is None:
+                self._count_what_is_left()
+            if run.total_steps is not None and run.step >= run.total_steps:
+                done = f"{run.step} of {run.total_steps} steps are finished"
+                say(f"nothing to do: {done}; fit(total_steps=...) extends the run", self.context)
+                return
+            self.training.loop.gradients.check_trainable(self.model.table)
+            self.saving.prepare()
         self._run_steps(resumed)
 
     def _set_length(self, total_steps: int | None) -> None:
-        loop, run = self.training.loop, self.training.loop.run
-        before = run.total_steps
-        if total_steps is None and run.step and before is not None and run.step < before:
-            return  # an extended run that was stopped goes on to the length it had
+        run = self.training.loop.run
+        if total_steps is None and run.step:
+            return  # the run keeps the length it has, be it extended
         if total_steps is not None and (type(total_steps) is not int or total_steps < 0):
             raise ConfigurationError(f"fit(total_steps={total_steps!r}): expected a number of steps that is not negative")
-        length = plan_length(self.recipe.config, self.recipe.data.num_packs(), total_steps)
-        run.total_steps, loop.stream.max_epochs = length.steps, length.epochs
-        if run.total_steps != before and loop.lr_scheduler is not None:
+        self._take_length(plan_length(self.recipe.config, self.recipe.data.num_packs(), total_steps))
+
+    def _count_what_is_left(self) -> None:
+        """Where passes over the data end the run, another batch size since the save means another number of steps."""
+        config, loop = self.recipe.config, self.training.loop
+        left = loop.stream.packs_left() if config.total_steps is None and not config.overfit_packs and config.dev_steps is None else None
+        if left is not None and loop.run.step + left != loop.run.total_steps:
+            total = loop.run.step + left
+            self._take_length(RunLength(total, loop.stream.max_epochs, total))
+
+    def _take_length(self, length: RunLength) -> None:
+        loop, run = self.training.loop, self.training.loop.run
+        if length.steps != run.total_steps and loop.lr_scheduler is not None:
             so_far = loop.lr_scheduler.state_dict()
-            loop.lr_scheduler = assembly.build_schedule(self.recipe, loop.optimizer, length.schedule_steps)
-            loop.lr_scheduler.load_state_dict(so_far)
+            scheduler = assembly.build_schedule(self.recipe, loop.optimizer, length.schedule_steps)
+            scheduler.load_state_dict(so_far)
+            loop.lr_scheduler = scheduler
+        run.total_steps, loop.stream.max_epochs = length.steps, length.epochs
 
     def _resume(self, resume: str | os.PathLike[str]) -> bool:
         if not isinstance(resume, (str, os.PathLike)):
@@ -79,7 +94,9 @@ class Fitting:
         run = loop.run
         run.deadline = None if config.max_time is None else time.monotonic() + config.max_time
         closers = [loop.stream.close, loop.gradients.zero, *self.closers]
-        life = FitLifecycle(run, loop.dispatcher, self.requests, self.training.random, self.saving.saver, loop.stream.step_back, closers)
+        life = FitLifecycle(
+            run, loop.dispatcher, self.requests, self.training.random, self.saving.saver, loop.records.flush, loop.undo_step, closers
+        )
         with run_environment(config, self.context.device), life.around():
             set_train_modes(self.model.stages)
             settings = assembly.plain_settings(self.recipe, self.strategy, self.context, run.total_steps)
@@ -97,5 +114,6 @@ class Fitting:
         records.flush()
         loop.dispatcher.emit(events.FitEnd, reason=run.stop_reason, interrupted=run.stop_raising is not None)
         self.requests.carry_out()
+        records.close_step(run.step)  # what the handlers of the end logged
         records.flush()
         self.saving.saver.wait()

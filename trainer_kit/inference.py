@@ -17,6 +17,7 @@ from trainer_kit.callback import Dispatcher
 from trainer_kit.config import TrainerConfig
 from trainer_kit.data import DataProvider, DataStream, as_provider, map_tensors
 from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.lifecycle import tell
 from trainer_kit.mesh import DistributedContext
 from trainer_kit.model.modes import eval_modes
 from trainer_kit.random_state import forked
@@ -47,9 +48,9 @@ class Inference:
             self.dispatcher.emit(events.EvaluateStart)
             with self._forward_only(data) as stream:
                 limit = self.config.dev_steps or self.config.limit_evaluate_packs
-                values = loop.evaluate(stream, self.model.call, task, self.context, prefix=name, limit=limit)
+                values = loop.evaluate(stream, self.model.runner, task, prefix=name, limit=limit)
             self.dispatcher.emit(events.EvaluateEnd, values=values)
-        if not values:
+        if f"{name}/loss" not in values:
             raise ConfigurationError("evaluate(data): the data gave no sample that counts, so there is no loss; is it empty or exhausted?")
         return values
 
@@ -58,7 +59,7 @@ class Inference:
         with self._phase("prediction"):
             self.dispatcher.emit(events.PredictStart)
             with self._forward_only(data) as stream:
-                for outputs in loop.predict(stream, self.model.call, task, self.context, limit=self.config.dev_steps):
+                for outputs in loop.predict(stream, self.model.runner, task, limit=self.config.dev_steps):
                     each(map_tensors(lambda tensor: tensor.detach().cpu(), outputs))
             self.dispatcher.emit(events.PredictEnd)
 
@@ -69,7 +70,7 @@ class Inference:
             yield
         except BaseException as error:
             if before == "idle":  # inside a fit, the fit tells it
-                self.dispatcher.emit(events.RunException, exception=error)
+                tell(self.dispatcher, error)
             raise
         finally:
             self.run.phase = before
@@ -82,7 +83,7 @@ class Inference:
             provider.setup(self.context, self.config.seed)
         stream = assembly.open_stream(provider, self.context, self.config, training=False)
         try:
-            with forked(self.context.device), eval_modes(self.model.stages), torch.no_grad(), self.model.autocast():
+            with forked(self.context.device), eval_modes(self.model.stages), torch.no_grad():
                 yield stream
         finally:
             stream.close()

@@ -15,13 +15,18 @@ from trainer_kit.run_state import Requests, RunState
 
 @dataclass
 class FitLifecycle:
-    """Guards one fit. `closers` are called at its end, each once; `undo_step` when a step ended half-way, before them."""
+    """Guards one fit.
+
+    last_values: brings out the records that are still on their way, when an error ends the fit. undo_step: called when a step ended
+    half-way. closers: called at the end, each once.
+    """
 
     run: RunState
     dispatcher: Dispatcher
     requests: Requests
     random: RandomStreams
     saver: CheckpointSaver
+    last_values: Callable[[], None]
     undo_step: Callable[[], None]
     closers: Sequence[Callable[[], None]]
 
@@ -51,9 +56,10 @@ class FitLifecycle:
     def _tell(self, error: BaseException) -> None:
         self.requests.clear()
         try:
-            self.dispatcher.emit(events.RunException, exception=error)
+            self.last_values()
         except Exception as second:
-            error.add_note(f"besides, an on_exception handler failed: {type(second).__name__}: {second}")
+            error.add_note(f"besides, the last records were not delivered: {type(second).__name__}: {second}")
+        tell(self.dispatcher, error)
 
     def _close_all(self, error: BaseException | None, half_way: bool) -> None:
         first: BaseException | None = error
@@ -68,3 +74,26 @@ class FitLifecycle:
                     first.add_note(f"besides, closing failed: {type(failure).__name__}: {failure}")
         if error is None and first is not None:
             raise first
+
+
+def tell(dispatcher: Dispatcher, error: BaseException) -> None:
+    """Send `on_exception`; a handler that fails is noted on the error and does not replace it."""
+    try:
+        dispatcher.emit(events.RunException, exception=error)
+    except Exception as second:
+        error.add_note(f"besides, an on_exception handler failed: {type(second).__name__}: {second}")
+
+
+@contextmanager
+def telling(dispatcher: Dispatcher) -> Iterator[None]:
+    """The block prepares a run: an error in it is told, and closes the callbacks, which may have opened something."""
+    try:
+        yield
+    except BaseException as error:
+        tell(dispatcher, error)
+        for callback in dispatcher.callbacks:
+            try:
+                callback.close()
+            except Exception as failure:
+                error.add_note(f"besides, closing failed: {type(failure).__name__}: {failure}")
+        raise

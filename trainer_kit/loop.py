@@ -8,7 +8,7 @@ the events at their places.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,11 +18,10 @@ from trainer_kit.callback import Dispatcher
 from trainer_kit.data import DataStream, Pack
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.gradients import Gradients, NonFiniteGuard
-from trainer_kit.mesh.context import DistributedContext
 from trainer_kit.metrics import Metric
 from trainer_kit.metrics.of_task import metrics_of
+from trainer_kit.parameters import ParameterTable
 from trainer_kit.pipeline import PackResult, SequentialRunner
-from trainer_kit.pipeline.sequential import evaluate_microbatch, forward_inputs
 from trainer_kit.records import Records
 from trainer_kit.run_state import Requests, RunState
 from trainer_kit.task import Task
@@ -35,6 +34,8 @@ class TrainingLoop:
     run: RunState
     stream: DataStream
     runner: SequentialRunner
+    task: Task
+    table: ParameterTable
     gradients: Gradients
     guard: NonFiniteGuard
     optimizer: torch.optim.Optimizer
@@ -43,6 +44,7 @@ class TrainingLoop:
     metrics: dict[str, Metric]
     dispatcher: Dispatcher
     requests: Requests
+    before: dict[str, Any] = field(default_factory=dict)  # the metrics as the running step found them
 
     def fit(self) -> None:
         """Steps until the planned end, a stop, or the end of the data."""
@@ -51,7 +53,9 @@ class TrainingLoop:
         while not run.finished:
             pack = self.stream.next()
             if pack is None:
-                run.stop_reason = "the data ended"
+                if open_epoch is not None:
+                    self.end_epoch(open_epoch)
+                run.stop_reason = None if self.stream.reached_max_epochs else "the data ended"
                 break
             if pack.epoch != open_epoch:
                 if open_epoch is not None:  # a stream of unknown length shows its end only by the next epoch's first pack
@@ -77,20 +81,22 @@ class TrainingLoop:
         """One optimizer step on one pack."""
         run, emit, gradients = self.run, self.dispatcher.emit, self.gradients
         index = run.step
+        self.before = {name: metric.state_dict() for name, metric in self.metrics.items() if isinstance(metric, Metric)}
         record = self.records.due(index + 1) or index + 1 == run.total_steps
         emit(events.StepStart, step=index, microbatches=pack.microbatches)
 
         emit(events.ForwardBackwardStart, step=index)
-        result = self.runner.run_pack(pack.microbatches, record=record, on_microbatch=self._microbatch_listener(index))
+        result = self.runner.run_pack(pack, self.task, self.metrics, record=record, on_microbatch=self._microbatch_listener(index))
         emit(events.ForwardBackwardEnd, step=index)
 
         # The gradients are sums until here; nothing may read them before the one division.
         gradients.finish(result.weight)
+        self.guard.inspect(watch=self.dispatcher.listens(events.GradientsReady))
         if record:
+            gradients.check_trainable(self.table)
             self.records.log("optim/grad_norm", gradients.norm())  # before the clipping changes it
         emit(events.GradientsReady, step=index, grad_norm=gradients.norm, scale=gradients.scale)
 
-        # After the clipping, which may already have computed the norm that the check needs.
         update = self.guard.permits(index, result.weight)
         if record:
             self._log_step(result)  # before the LR schedule moves on: the lr of this step
@@ -108,6 +114,14 @@ class TrainingLoop:
         if record:
             self.records.close_step(run.step)
 
+    def undo_step(self) -> None:
+        """After a step that failed half-way: its pack comes again, and its metrics do not count twice."""
+        self.stream.step_back()
+        for name, metric in self.metrics.items():
+            metric.reset()
+            if name in self.before:
+                metric.load_state_dict(self.before[name])
+
     def _microbatch_listener(self, step: int) -> Callable[[int, torch.Tensor | None], None] | None:
         if not self.dispatcher.listens(events.MicrobatchEnd):
             return None
@@ -122,19 +136,11 @@ class TrainingLoop:
             metric.reset()
 
 
-def evaluate(
-    stream: DataStream,
-    model: Callable[[Any, Any], Any],
-    task: Task,
-    context: DistributedContext,
-    *,
-    prefix: str,
-    limit: int | None,
-) -> dict[str, float]:
+def evaluate(stream: DataStream, runner: SequentialRunner, task: Task, *, prefix: str, limit: int | None) -> dict[str, float]:
     """The weighted mean losses and the metrics over one pass, as host numbers `<prefix>/<name>`."""
     result, metrics = PackResult(), metrics_of(task)
-    for microbatch in _one_pass(stream, limit):
-        evaluate_microbatch(model, task, context, microbatch, metrics, result)
+    for pack in _one_pass(stream, limit):
+        runner.evaluate_pack(pack, task, metrics, result)
     return {name: float(value) for name, value in with_metrics(result.values(prefix), metrics, prefix).items()}
 
 
@@ -142,23 +148,19 @@ def with_metrics(losses: Mapping[str, Any], metrics: Mapping[str, Metric], prefi
     """The losses and the computed metrics under their names; a metric may not take the place of a loss term."""
     computed = {f"{prefix}/{name}": metric.compute() for name, metric in metrics.items()}
     if both := sorted(losses.keys() & computed.keys()):
-        raise ConfigurationError(f"{both[0]} is a loss term and a metric of metrics(); rename one of them")
+        name = both[0].removeprefix(f"{prefix}/")
+        raise ConfigurationError(f"{name!r} is the name of a loss term and of a metric of metrics(); rename one of them")
     return {**losses, **computed}
 
 
-def predict(
-    stream: DataStream, model: Callable[[Any, Any], Any], task: Task, context: DistributedContext, *, limit: int | None
-) -> Iterator[Any]:
+def predict(stream: DataStream, runner: SequentialRunner, task: Task, *, limit: int | None) -> Iterator[Any]:
     """What `task.process_outputs` makes of each microbatch, in order."""
-    for microbatch in _one_pass(stream, limit):
-        given = forward_inputs(task, microbatch)
-        outputs = model(given.inputs, given.shared)
-        context.take_losses()
-        yield task.process_outputs(outputs, given.state)
+    for pack in _one_pass(stream, limit):
+        yield from runner.predict_pack(pack, task)
 
 
-def _one_pass(stream: DataStream, limit: int | None) -> Iterator[Any]:
+def _one_pass(stream: DataStream, limit: int | None) -> Iterator[Pack]:
     num_packs = 0
     while (limit is None or num_packs < limit) and (pack := stream.next()) is not None:
         num_packs += 1
-        yield from pack.microbatches
+        yield pack

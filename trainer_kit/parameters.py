@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from trainer_kit.exceptions import ModelError
 from trainer_kit.names import state_tensors
 
 
@@ -34,6 +35,7 @@ class ParameterTable:
     """Rows of all parameters and the persistent buffers of the stages of this rank."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
+        self._stages = list(stages)
         self.rows: list[ParameterRow] = []
         self.buffers: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}  # every second name -> canonical name
@@ -49,7 +51,23 @@ class ParameterTable:
                 self.rows.append(ParameterRow(name, tuple(aliases), tensor, stage_of[tensor]))
             else:
                 self.buffers[name] = tensor
+        self._check_complete(stages)
         self._by_parameter = {row.parameter: row for row in self.rows}
+
+    def _check_complete(self, stages: Sequence[nn.Module]) -> None:
+        known = {row.parameter for row in self.rows}
+        lost = [name for stage in stages for name, parameter in stage.named_parameters() if parameter not in known]
+        if lost:
+            raise ModelError(
+                f"state_dict() of the model leaves out {', '.join(map(repr, lost[:5]))}: these parameters could not be saved or exported. "
+                "Usual cause: a state-dict hook that drops or renames entries; register it after training, or export through a mapper"
+            )
+
+    def extra_states(self) -> dict[str, nn.Module]:
+        """Name -> module, for the modules with `get_extra_state`, which a checkpoint keeps too."""
+        own = nn.Module.get_extra_state
+        named = (item for stage in self._stages for item in stage.named_modules())
+        return {name: module for name, module in named if type(module).get_extra_state is not own}
 
     def __iter__(self) -> Iterator[ParameterRow]:
         return iter(self.rows)

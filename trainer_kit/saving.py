@@ -51,10 +51,10 @@ class Saving:
             on_saved=lambda: dispatcher.emit(events.CheckpointSaved, **told),
         )
 
-    def load(self, path: str, parts: Sequence[str] | None) -> None:
+    def load(self, path: str, parts: Sequence[str] | None, *, verify: bool = True) -> None:
         """Bring the run to the state in a folder, or to some parts of it."""
         self.saver.wait()
-        step = self.state.restore(path, parts)
+        step = self.state.restore(path, parts, verify=verify)
         self.dispatcher.emit(events.CheckpointLoaded, path=path, step=step, parts=PARTS if parts is None else tuple(parts))
 
     def prepare(self) -> None:

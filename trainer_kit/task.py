@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,7 @@ def checked_task(task: object) -> Task:
 
 class SupervisedTask(Task):
     """Inputs and targets: `loss_fn(outputs, targets)` must be a mean over the samples; a microbatch weighs its number of samples.
+    That is dim 0 of the targets, or of the tensors in a mapping or sequence of them; any other sequence has an entry per sample.
 
     A batch is a pair `(inputs, targets)`, or a mapping that holds them under `inputs` and `targets` (names can be given).
     `metrics` maps names to metric factories, whose `update` gets `(outputs, targets)`; or to pairs of a factory and a function
@@ -142,7 +143,7 @@ class SupervisedTask(Task):
                 f"SupervisedTask takes batch[{self._inputs!r}] and batch[{self._targets!r}], but the batch is {found}; "
                 "set inputs= and targets= of SupervisedTask to its names"
             ) from error
-        return ForwardInputs(inputs=inputs, state=targets, weight=len(targets))
+        return ForwardInputs(inputs=inputs, state=targets, weight=_num_samples(targets))
 
     def compute_loss(self, pipeline_results: Any, state: Any) -> torch.Tensor:
         return self.loss_fn(pipeline_results, state)
@@ -154,6 +155,30 @@ class SupervisedTask(Task):
         for name, (_, arguments) in self._metrics.items():
             given = arguments(pipeline_results, state)
             metrics[name].update(*given) if isinstance(given, tuple) else metrics[name].update(given)
+
+
+def _num_samples(targets: Any) -> int:
+    size = _dim_0(targets)
+    if size is None and isinstance(targets, Sized) and not isinstance(targets, (torch.Tensor, Mapping)):
+        size = len(targets)
+    if size is None:
+        found = f"a tensor of shape {tuple(targets.shape)}" if isinstance(targets, torch.Tensor) else repr(targets)
+        raise ConfigurationError(
+            f"SupervisedTask weighs a microbatch by its number of samples, but its targets are {found}; "
+            "expected a tensor with the samples in dim 0, a mapping of those, or a sequence"
+        )
+    return size
+
+
+def _dim_0(targets: Any) -> int | None:
+    if isinstance(targets, torch.Tensor):
+        return targets.shape[0] if targets.dim() else None
+    if isinstance(targets, Mapping):
+        return next((size for size in map(_dim_0, targets.values()) if size is not None), None)
+    if isinstance(targets, (list, tuple)):
+        sizes = {entry.shape[0] for entry in targets if isinstance(entry, torch.Tensor) and entry.dim()}
+        return sizes.pop() if len(sizes) == 1 else len(targets)
+    return None
 
 
 def _both(outputs: Any, targets: Any) -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ from trainer_kit.events import Event
 from trainer_kit.exceptions import ConfigurationError, ModelError, StateError
 from trainer_kit.fitting import Fitting
 from trainer_kit.inference import Inference
+from trainer_kit.lifecycle import telling
 from trainer_kit.mesh import DistributedContext, MeshStrategy
 from trainer_kit.model import ModelProvider, as_model_provider
 from trainer_kit.optim import as_lr_scheduler_provider, as_optimizer_provider
@@ -185,10 +186,11 @@ class Trainer:
             return
         self._parts = assembly.Parts()
         try:
-            assembly.assemble(
-                self._parts, self.recipe, self.strategy, self.context,
-                run=self._run, records=self._records, dispatcher=self._dispatcher, requests=self._requests,
-            )  # fmt: skip
+            with telling(self._dispatcher):
+                assembly.assemble(
+                    self._parts, self.recipe, self.strategy, self.context,
+                    run=self._run, records=self._records, dispatcher=self._dispatcher, requests=self._requests,
+                )  # fmt: skip
         except BaseException:
             self._parts = None  # half a build is none: the next use begins anew
             raise
@@ -223,6 +225,10 @@ class Trainer:
     def log(self, name: str, value: Value) -> None:
         """Record a number or one-element tensor under a name; it joins the next record. Never waits for the device."""
         self._records.log(name, value)
+        if self._run.phase != "step":  # what belongs to no step is recorded at once, under the steps finished so far
+            self._records.close_step(self._run.step)
+            if self._run.phase == "idle":
+                self._records.flush()
 
     def emit(self, event: Event) -> None:
         """Send an event, of the user's own type too, to the callbacks that have its method."""
@@ -235,8 +241,7 @@ class Trainer:
     def request(self, kind: Literal["evaluate", "save"], **arguments: Any) -> None:
         """Ask for `evaluate(**arguments)` or a save (`path=None, asynchronous=None`) after the running step, in this order."""
         self._requests.add(kind, arguments)
-        if self._run.phase == "idle":
-            self._requests.carry_out()
+        self._carry_out_if_idle()
 
     def _deliver(self, step: int, values: dict[str, float]) -> None:
         self.history.add(step, values)
@@ -254,13 +259,19 @@ class Trainer:
             data, self._task(task), name
         )
         self._deliver(self._run.step, dict(values))
+        self._carry_out_if_idle()
         return values
 
     def predict(self, data: Any, *, task: Task | None = None, each: Callable[[Any], None] | None = None) -> list[Any]:
         """What `task.process_outputs` gives for each microbatch, in order, on the host. With `each` they go there instead, as they come."""
         results: list[Any] = []
         self._inference("predict()", "call it after fit() or in on_fit_end").predict(data, self._task(task), each or results.append)
+        self._carry_out_if_idle()
         return results
+
+    def _carry_out_if_idle(self) -> None:
+        if self._run.phase == "idle":
+            self._requests.carry_out()
 
     def _task(self, task: Task | None) -> Task:
         return self.task if task is None else checked_task(task)
@@ -280,12 +291,12 @@ class Trainer:
     # ---- saving
 
     def save_checkpoint(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Save a training checkpoint; durable when this returns. Inside a step: asked for, and done after it.
+        """Save a training checkpoint; durable when this returns. Inside a step or an evaluation: asked for, and done after it.
 
         path: the folder of the checkpoint; None: the next one of the Checkpoint callback.
         """
         where = None if path is None else os.fspath(path)
-        if self._run.phase == "step":
+        if self._run.phase in ("step", "evaluation", "prediction"):  # callbacks may have put other weights in place
             self._requests.add("save", {"path": where, "asynchronous": False})
         else:
             self._save(where, asynchronous=False)
@@ -294,14 +305,15 @@ class Trainer:
         self.build()
         self._saving().save(path, asynchronous=bool(asynchronous))
 
-    def load_checkpoint(self, path: str | os.PathLike[str], parts: Sequence[str] | None = None) -> None:
+    def load_checkpoint(self, path: str | os.PathLike[str], parts: Sequence[str] | None = None, *, verify: bool = True) -> None:
         """Bring the run to a saved state. Without `parts` everything must fit, and it must be a checkpoint of this run.
 
         parts: of `model, optimizer, schedule, data, random, callbacks, task`, these alone; the step counter stays.
+        verify: compare the checksums of the files.
         """
         self._run.refuse_inside_step("load_checkpoint()", "call it before fit(), or pass fit(resume=path)")
         self.build()
-        self._saving().load(os.fspath(path), parts)
+        self._saving().load(os.fspath(path), parts, verify=verify)
 
     def _saving(self) -> Saving:
         folders = [callback.folder for callback in self.callbacks if isinstance(callback, Checkpoint)]
@@ -338,6 +350,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave nothing running: workers, files, the task. The trainer cannot be used afterwards."""
+        if self._run.phase != "idle":
+            raise StateError("close() inside fit(); use trainer.stop(reason) to end it")
         if self._closed:
             return
         self._closed = True

@@ -55,6 +55,7 @@ class TrainingState:
                     "skipped": loop.guard.num_skipped,
                 },
                 "model": self.table.tensors(trainable_only=self.trainable_only),
+                "modules": {name: module.get_extra_state() for name, module in self.table.extra_states().items()},
                 "optimizer": {
                     "tensors": optimizer_tensors(loop.optimizer, names),
                     "values": optimizer_values(loop.optimizer, names),
@@ -63,7 +64,7 @@ class TrainingState:
                 "schedule": None if loop.lr_scheduler is None else loop.lr_scheduler.state_dict(),
                 "data": loop.stream.state_dict(),
                 "random": self.random.state_dict(),
-                "callbacks": {callback.state_key: callback.state_dict() for callback in self.callbacks},
+                "callbacks": {callback.state_key: callback.state_dict() for callback in self._others()},
                 "task": {
                     "state": self.task.state_dict(),
                     "records": loop.records.state_dict(),
@@ -72,7 +73,7 @@ class TrainingState:
             }
         )
 
-    def restore(self, path: str, parts: Sequence[str] | None) -> int:
+    def restore(self, path: str, parts: Sequence[str] | None, *, verify: bool = True) -> int:
         """Bring the run to the state in the folder `path`; returns its number of finished steps.
 
         parts: restore these alone, and leave the step counter; without it everything must fit.
@@ -80,15 +81,17 @@ class TrainingState:
         for part in parts or ():
             if part not in PARTS:
                 raise ConfigurationError(f"load_checkpoint(parts=...) has {part!r}; {nearest(part, PARTS)}")
-        manifest = read_manifest(path)
+        manifest = read_manifest(path, verify=verify)
         if parts is None:
             for line in check_identity(manifest.identity, self.identity, path):
                 logger.warning("resuming with another setting: %s", line)
         chosen = PARTS if parts is None else tuple(parts)
+        if "model" in chosen:
+            chosen = (*chosen, "modules")
         if "optimizer" in chosen:
             materialize_state(self.loop.optimizer)
         templates = self._templates(manifest, chosen)
-        values = load(path, templates, prefixes=[f"{part}/" for part in chosen], manifest=manifest)
+        values = load(path, templates, prefixes=[f"{part}/" for part in chosen], manifest=manifest, verify=verify)
         found = {part: unflatten_state(templates, values[part]) for part in (*chosen, "progress")}
         self._apply(found, chosen, everything=parts is None)
         return manifest.step
@@ -121,6 +124,9 @@ class TrainingState:
         if everything:
             progress = found["progress"]
             loop.run.step, loop.run.epoch, loop.guard.num_skipped = progress["step"], progress["epoch"], progress["skipped"]
+        for name, module in self.table.extra_states().items() if "modules" in chosen else ():
+            if name in found["modules"]:
+                module.set_extra_state(found["modules"][name])
         if "schedule" in chosen:
             self._restore_schedule(found["schedule"], found["progress"]["total_steps"])
         if "data" in chosen:
@@ -147,8 +153,12 @@ class TrainingState:
                 logger.warning(text, total_steps, loop.run.total_steps)
             loop.lr_scheduler.load_state_dict(saved)
 
+    def _others(self) -> list[Callback]:
+        """The callbacks without the task, which is saved as the task."""
+        return [callback for callback in self.callbacks if callback is not self.task]
+
     def _restore_callbacks(self, saved: Mapping[str, Any]) -> None:
-        ours = {callback.state_key: callback for callback in self.callbacks}
+        ours = {callback.state_key: callback for callback in self._others()}
         for key in saved.keys() - ours.keys():
             if saved[key]:
                 logger.warning("resuming: the checkpoint has the state of a callback %r that this run does not have; it is left out", key)

@@ -4,7 +4,9 @@ import logging
 import math
 
 import pytest
+import torch
 
+from tests.support import MeanTask, Scalar, quiet_trainer, sgd
 from trainer_kit.callbacks import EarlyStopping
 
 
@@ -69,3 +71,30 @@ def test_a_metric_that_never_came_is_reported(fake_trainer, caplog, steps):
     with caplog.at_level(logging.WARNING, logger="trainer_kit"):
         trainer.end(callback)
     assert ("did you mean 'val/loss'?" in caplog.text) == (steps > 0)
+
+
+def test_an_object_in_a_second_trainer_starts_anew():
+    """The losses are the means of the batches: 1 is best, and the two after it are worse, so each run ends after its third step."""
+    callback = EarlyStopping("train/loss", patience=2)
+    for best in (1.0, 5.0):
+        data = [torch.tensor([best + n]) for n in range(6)]
+        trainer = quiet_trainer(Scalar(), MeanTask(), data, callbacks=[callback], log_every=1, log_delay=0, optimizer=sgd(0.0))
+        trainer.fit()
+        assert (callback.best, callback.best_step, trainer.step) == (best, 1, 3)
+
+
+def test_what_a_checkpoint_holds_is_not_reset(tmp_path):
+    """The build comes before the load."""
+    def trainer():
+        data = [torch.tensor([1.0 + n]) for n in range(6)]
+        callback = EarlyStopping("train/loss", patience=4)
+        return quiet_trainer(Scalar(), MeanTask(), data, callbacks=[callback], log_every=1, log_delay=0, optimizer=sgd(0.0)), callback
+
+    first, _ = trainer()
+    first.fit(total_steps=3)
+    first.save_checkpoint(tmp_path / "saved")
+    second, callback = trainer()
+    second.load_checkpoint(tmp_path / "saved")
+    assert (callback.best, callback.best_step, callback.num_bad) == (1.0, 1, 2)
+    second.fit()
+    assert second.step == 5

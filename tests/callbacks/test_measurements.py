@@ -4,7 +4,6 @@ import gc
 import gzip
 import json
 import os
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from trainer_kit import events
 from trainer_kit.callbacks import GarbageCollection, MemoryMonitor, Profiler, Throughput
 from trainer_kit.callbacks.memory_monitor import resident_bytes
-from trainer_kit.callbacks.throughput import num_samples
 
 
 @pytest.fixture
@@ -73,20 +71,6 @@ def test_an_unknown_device_has_no_mfu_and_says_so(fake_trainer, clock):
         forward_backward(trainer, callback, clock, 0.5, [torch.zeros(3, 1)])
     assert "speed/mfu" not in dict(trainer.logged)
     assert "'cpu' is unknown" in callback.describe() and "peak_flops=" in callback.describe()
-
-
-def test_samples_of_any_batch():
-    """Contract 19: any pytree, with leaves that are no tensors."""
-
-    @dataclass
-    class Batch:
-        name: str
-        x: torch.Tensor
-
-    x = torch.zeros(7, 2)
-    for batch in (x, (x, 1), [{"a": "text", "b": x}], {"n": 3, "x": x}, Batch("a", x), {"scalar": torch.tensor(1.0), "x": x}):
-        assert num_samples(batch) == 7
-    assert num_samples({"text": ["a", "b"]}) is None
 
 
 def test_memory_is_logged_with_the_records(fake_trainer):

@@ -53,11 +53,27 @@ def test_a_line_cut_by_a_kill_is_dropped(fake_trainer, tmp_path, kind, name):
 def test_a_new_run_moves_the_records_of_an_old_one_aside(fake_trainer, tmp_path, kind, name):
     path = tmp_path / name
     write(fake_trainer, kind(path), [1, 2, 3])
-    before = path.read_bytes()
+    first = path.read_bytes()
+    write(fake_trainer, kind(path), [1, 2])
+    second = path.read_bytes()
+    (tmp_path / f"{name}.previous-2").write_text("of the user")
     write(fake_trainer, kind(path), [1])
-    assert (tmp_path / f"{name}.previous").read_bytes() == before
+    assert (tmp_path / f"{name}.previous-1").read_bytes() == first
+    assert (tmp_path / f"{name}.previous-2").read_text() == "of the user"
+    assert (tmp_path / f"{name}.previous-3").read_bytes() == second
     rows = json_rows(path) if kind is JSONLines else csv_rows(path)
     assert [int(row["step"]) for row in rows] == [1]
+
+
+def test_the_settings_of_an_old_run_go_with_its_records(fake_trainer, tmp_path):
+    for seed in (7, 8, 9):
+        callback, trainer = JSONLines(tmp_path / "m.jsonl"), fake_trainer()
+        trainer.start(callback, settings={"seed": seed})
+        trainer.record(callback, 1, train__loss=float(seed))
+        callback.close()
+    for ending, seed in ((".previous-1", 7), (".previous-2", 8), ("", 9)):
+        assert json.loads((tmp_path / f"m.settings.json{ending}").read_text()) == {"seed": seed}
+        assert json.loads((tmp_path / f"m.jsonl{ending}").read_text())["train/loss"] == seed
 
 
 @pytest.mark.parametrize(("kind", "name"), [(JSONLines, "m.jsonl"), (CSV, "m.csv")])

@@ -131,6 +131,34 @@ def test_an_ignored_interrupt_stays_ignored(fake_trainer):
         signal.signal(signal.SIGINT, before)
 
 
+def exit_code_of_child(action):
+    """Of a forked process that does this; 99 if it comes to its end."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        finally:
+            os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_forked_in_a_fit_leaves_an_interrupt_to_its_parent(signals, capfd):
+    """Such as a data worker of a loader, to which a terminal sends Ctrl-C too, once or twice."""
+
+    def interrupted_twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    assert exit_code_of_child(interrupted_twice) == 99
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_forked_in_a_fit_ends_with_sigterm_as_without_a_fit(signals):
+    assert exit_code_of_child(lambda: signal.raise_signal(signal.SIGTERM)) == -signal.SIGTERM
+
+
 def test_off_means_off(fake_trainer):
     handler, callback = signal.getsignal(signal.SIGINT), Signals(False)
     fake_trainer().start(callback)

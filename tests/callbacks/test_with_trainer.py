@@ -106,6 +106,16 @@ def equal(a, b):
     return a == b
 
 
+@pytest.mark.parametrize("name", ["Checkpoint", "EarlyStopping", "Evaluate", "SpikeGuard", "EMA"])
+def test_an_object_in_a_second_trainer_begins_as_a_new_one(name, tmp_path):
+    """Its saved state after the build is that of an object that was never used."""
+    used, new = SHIPPED[name](tmp_path / "used"), SHIPPED[name](tmp_path / "new")
+    make_trainer(used, total_steps=6).fit()
+    for callback in (used, new):
+        make_trainer(callback).build()
+    assert equal(used.state_dict(), new.state_dict())
+
+
 def test_every_shipped_callback_is_tried_here():
     assert set(SHIPPED) == set(c.__all__)
 

@@ -8,7 +8,8 @@ import threading
 import pytest
 import torch
 
-from trainer_kit.checkpoint import CheckpointFolder, load
+from trainer_kit.checkpoint import CheckpointFolder, load, newest_path
+from trainer_kit.checkpoint import folder as folder_module
 from trainer_kit.exceptions import CheckpointError, ConfigurationError
 
 
@@ -31,6 +32,19 @@ def steps(folder):
 
 def name(step):
     return f"step-{step:08d}"
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The steps whose manifests are read."""
+    found, original = [], folder_module.read_manifest
+
+    def counted(folder):
+        found.append(int(folder.url[-8:]))
+        return original(folder)
+
+    monkeypatch.setattr(folder_module, "read_manifest", counted)
+    return found
 
 
 def test_names_and_order(filled):
@@ -157,6 +171,93 @@ def test_foreign_files_and_folders_stay(filled, tmp_path):
     folder.remove_incomplete()
     assert sorted(p.name for p in path.iterdir()) == ["my-model", "notes.txt", "step-00000005", "step-00000007", name(10), name(30)]
     assert [p.name for p in (path / name(10)).iterdir()] == ["notes.txt"]
+
+
+def test_retention_reads_the_newest_and_what_goes(filled, save, read):
+    """The cost of a save does not grow with the number of checkpoints that are kept."""
+    folder = filled(*range(1, 10))
+    assert folder.retain(keep_last=9) == [] and read == []
+    assert folder.retain(keep_last=3, keep_every=2, best=[name(1)]) == [name(3), name(5)]
+    assert sorted(read) == [3, 5, 7, 8, 9]
+    read.clear()
+    save(folder.path_for(10), 10)
+    assert folder.retain(keep_last=3, keep_every=2, best=[name(1)]) == [name(7)]
+    assert sorted(read) == [7, 10]
+    assert steps(folder) == [1, 2, 4, 6, 8, 9, 10]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no manifest", "shorter manifest"])
+def test_one_that_was_damaged_after_it_was_seen_does_not_count_as_kept(filled, tmp_path, save, damage):
+    """Contract 29."""
+    folder = filled(10, 20, 30)
+    folder.retain(keep_last=2)
+    path = tmp_path / "checkpoints" / name(30)
+    data, manifest = path / "rank-00000.safetensors", path / "manifest.json"
+    {
+        "truncated": lambda: data.write_bytes(data.read_bytes()[:-1]),
+        "missing": data.unlink,
+        "no manifest": manifest.unlink,
+        "shorter manifest": lambda: manifest.write_bytes(manifest.read_bytes()[:-1]),
+    }[damage]()
+    save(folder.path_for(40), 40)
+    assert folder.retain(keep_last=2) == []
+    assert steps(folder) == [20, 40] and path.exists()
+
+
+def test_one_that_was_saved_again_counts_as_kept(filled, save):
+    folder = filled(10, 20, 30)
+    folder.retain(keep_last=2)
+    save(folder.path_for(20), 20, {"model": {"other": torch.zeros(99)}})
+    save(folder.path_for(30), 30)
+    assert folder.retain(keep_last=2) == [] and steps(folder) == [20, 30]
+
+
+def test_setting_aside_reads_only_what_lies_ahead(filled, tmp_path, read):
+    folder = filled(10, 20, 30, 40)
+    (tmp_path / "checkpoints" / name(30) / "manifest.json").unlink()  # under way, perhaps: it stays
+    assert folder.set_aside(after=20) == [f"previous-1-{name(40)}"]
+    assert read == [30, 40]
+    assert folder.find_newest() == ((20, name(20)), [f"{folder.path_for(30)} has no manifest.json: it is incomplete, or no training "
+        "checkpoint; expected a folder such as step-00000100"], False)  # fmt: skip
+
+
+def test_the_newest_is_found_without_reading_the_older_ones(filled, read):
+    folder = filled(10, 20, 30)
+    assert folder.find_newest() == ((30, name(30)), [], False) and read == [30]
+
+
+def test_the_newest_of_several_folders(filled, tmp_path):
+    """B23: a folder in which nothing can be resumed is passed over while another one can; without any it is an error."""
+    first, second, empty = filled(10, 20, url=tmp_path / "a"), filled(5, url=tmp_path / "b"), CheckpointFolder(tmp_path / "c")
+    assert newest_path([second, first, empty]) == first.path_for(20)
+    for step in (10, 20):
+        (tmp_path / "a" / name(step) / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match="passed over: .*/a/step-00000020") as caught:
+        assert newest_path([first, second, empty]) == second.path_for(5)
+    assert len(caught) == 2
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*/a can be resumed: .*step-00000020.*step-00000010"):
+        newest_path([first, empty])
+    assert newest_path([empty]) is None and newest_path([]) is None
+
+
+def test_killed_first_saves_in_several_folders_are_a_fresh_start(filled, tmp_path):
+    folders = [filled(10, url=tmp_path / "a"), filled(10, url=tmp_path / "b")]
+    for letter in "ab":
+        (tmp_path / letter / name(10) / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match="there is no other: .*/b/step-00000010"):
+        assert newest_path(folders) is None
+
+
+def test_incomplete_folders_ahead_of_the_newest_valid_one_stay(filled, tmp_path):
+    """Contract 26: another job may be saving there."""
+    folder = filled(10, 20, 30, 40)
+    for step in (10, 40):
+        (tmp_path / "checkpoints" / name(step) / "manifest.json").unlink()
+    assert folder.remove_incomplete() == [name(10)]
+    for step in (20, 30):
+        (tmp_path / "checkpoints" / name(step) / "manifest.json").unlink()
+    assert folder.remove_incomplete() == []  # nothing valid: nothing is known to be older
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [name(20), name(30), name(40)]
 
 
 def test_incomplete_folders_go_only_when_asked(filled, tmp_path, save, faulty_folder, killed):

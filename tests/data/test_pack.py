@@ -32,6 +32,19 @@ class Movable:
         return self
 
 
+class Outputs(OrderedDict):
+    """As transformers returns them: entries are attributes too, and the number of entries is fixed."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def forbidden(self, *args, **kwargs):
+        raise RuntimeError("not for outputs of a model")
+
+    update = pop = setdefault = __delitem__ = forbidden
+
+
 def double(tree):
     return map_tensors(lambda t: t * 2, tree)
 
@@ -64,6 +77,15 @@ def test_every_container_keeps_its_type_and_other_leaves_pass_unchanged():
     assert all(t.eq(1).all() for t in iterate_tensors(tree)), "the given tree is not changed"
 
 
+def test_a_mapping_that_forbids_update_is_filled_entry_by_entry():
+    outputs = Outputs()
+    outputs["logits"], outputs["states"] = torch.ones(2), (torch.ones(1), None)
+    doubled = double(outputs)
+    assert type(doubled) is Outputs and list(doubled) == ["logits", "states"]
+    assert doubled.logits.tolist() == doubled["logits"].tolist() == [2, 2] and doubled.states[0].tolist() == [2]
+    assert outputs.logits.tolist() == [1, 1]
+
+
 def test_an_object_that_moves_itself_is_left_to_itself():
     """Contract 19: a PackedSequence is a tuple whose second tensor must stay on the host."""
     packed = torch.nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2), torch.tensor([3, 2]))
@@ -80,6 +102,8 @@ def test_an_object_that_moves_itself_is_left_to_itself():
         (torch.zeros(4, 2), 4),
         ({"id": "a", "scalar": torch.tensor(1.0), "x": [torch.zeros(3)]}, 3),
         (Sample(torch.zeros(5), "a"), 5),
+        ([{"text": "a", "x": torch.zeros(7, 2)}, torch.zeros(3)], 7),
+        ({"text": ["a", "b"]}, None),
         ((1, "a", None), None),
         (torch.tensor(1.0), None),
     ],

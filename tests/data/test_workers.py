@@ -102,3 +102,33 @@ def test_persistent_workers_of_a_users_loader_leave_at_the_end_and_come_back(ope
     stream.close()
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
     open_stream(loader).close()
+
+
+def test_a_worker_ignores_an_interrupt(open_stream):
+    """A terminal sends Ctrl-C to every process of its foreground group; the trainer's own decides what it means."""
+    for data in (AutoDataProvider(ProcessIds(), 1, num_workers=1), DataLoader(ProcessIds(), num_workers=1)):
+        stream = open_stream(data)
+        pid = stream.next().microbatches[0].item()
+        os.kill(pid, signal.SIGINT)
+        assert [stream.next().microbatches[0].item() for _ in range(20)] == [pid] * 20
+        stream.close()
+
+
+def test_a_users_loader_keeps_its_own_start_of_a_worker(open_stream, take):
+    """It runs too, and workers that the user starts afterwards are as without us."""
+    def start(worker_id):
+        os.environ["STARTED_BY"] = f"worker {worker_id}"
+
+    class Started:
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return os.environ.get("STARTED_BY") == "worker 0", signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+    loader = DataLoader(Started(), num_workers=1, worker_init_fn=start)
+    ((started, ignores),) = open_stream(loader).next().microbatches
+    assert started.item() and ignores.item()
+    assert loader.worker_init_fn is start
+    ((started, ignores),) = list(loader)
+    assert started.item() and not ignores.item()

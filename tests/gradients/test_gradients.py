@@ -138,6 +138,68 @@ def test_sparse_gradients_are_refused():
         quiet_trainer(Sparse(), MeanTask(), [t(1)]).fit()
 
 
+class Changes(Callback):
+    """Does something to the gradients when they are ready."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def on_gradients_ready(self, event):
+        self.act(event.trainer.model.w)
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_clipping_sees_what_another_callback_did_to_the_gradients(log_every):
+    """The update does not depend on what is logged: a gradient of 1, times 1000, clipped to 1."""
+
+    def enlarge(w):
+        w.grad.mul_(1000)
+
+    trainer = quiet_trainer(Scalar(5.0), MeanTask(), [t(1), t(1)], callbacks=[Changes(enlarge), GradientClipping(1.0)], log_every=log_every)
+    trainer.fit()
+    assert trainer.model.w.item() == pytest.approx(3.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_gradient_that_a_callback_breaks_or_mends_is_judged_the_same_whatever_is_logged(log_every):
+    """A callback that writes nan is caught; one that replaces the gradient by a new tensor is seen too."""
+
+    def spoil(w):
+        w.grad = w.grad * float("nan")
+
+    trainer = quiet_trainer(Scalar(5.0), MeanTask(), [t(1), t(1)], callbacks=[Changes(spoil)], log_every=log_every)
+    with pytest.raises(NonFiniteError, match="step 0: .*'w'"):
+        trainer.fit()
+    assert trainer.model.w.item() == 5.0
+
+
+def test_an_inf_that_is_clipped_by_value_is_not_accepted():
+    trainer = quiet_trainer(Scalar(5.0), MeanTask(), [t(float("inf"))], callbacks=[GradientClipping(max_value=1.0)])
+    with pytest.raises(NonFiniteError, match="clipped away"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("frozen_first", [True, False])
+def test_what_is_trainable_may_not_change_after_the_build(frozen_first):
+    """Silently untrained parameters are an error that names them."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(t(1)), nn.Parameter(t(1), requires_grad=not frozen_first)
+
+        def forward(self, c):
+            return ((self.a + self.b) * c).sum()
+
+    class Flips(Callback):
+        def on_step_end(self, event):
+            event.trainer.model.b.requires_grad_(frozen_first)
+
+    trainer = quiet_trainer(Two(), MeanTask(), [t(1)] * 4, callbacks=[Flips()], log_every=2)
+    with pytest.raises(ModelError, match="requires_grad of 'b'"):
+        trainer.fit()
+
+
 class NaNBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -223,14 +285,11 @@ def test_large_finite_gradients_are_never_a_silent_zero_update(clip):
 class TestDeferred:
     """The way of accelerators, run on the CPU: the flag is read some steps later and nothing is waited for."""
 
-    def make(self, optimizer, policy="error", delay=2):
-        model, gradients = with_gradients(t(1, 2), t(3))
-        return model, gradients, NonFiniteGuard(gradients, optimizer(model), policy, device=torch.device("cpu"), deferred=True, delay=delay)
-
     def step(self, model, gradients, guard, optimizer, index, value):
         for parameter in model:
             parameter.grad = torch.full_like(parameter, value)
         gradients.finish(1)
+        guard.inspect(watch=False)
         permitted = guard.permits(index, 1)
         if permitted:
             optimizer.step()
@@ -264,6 +323,7 @@ class TestDeferred:
         model[0].data.fill_(2.0)
         model[0].grad = t(0)
         gradients.finish(torch.tensor(0))
+        guard.inspect(watch=False)
         assert guard.permits(0, torch.tensor(0))
         optimizer.step()
         assert model[0].item() == 2.0

@@ -51,6 +51,13 @@ def test_the_ordinary_way(inputs, args, kwargs):
     assert ModelCaller(Echo())(inputs) == (args, kwargs)
 
 
+def test_a_packed_sequence_is_one_argument():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
+    ((given,), named) = ModelCaller(Echo())(packed)
+    assert given is packed and named == {}
+    assert ModelCaller(nn.GRU(2, 4))(packed)[1].shape == (1, 2, 4)
+
+
 @pytest.mark.parametrize("kind", [Staged, WithSpec])
 def test_the_stage_form_passes_both_as_they_are(kind):
     inputs = {"a": x}

@@ -7,8 +7,17 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from trainer_kit.checkpoint import flatten_state, unflatten_state
 from trainer_kit.exceptions import CheckpointError, ConfigurationError, UnsupportedError
-from trainer_kit.optim import LRSchedulerProvider, Piecewise, as_lr_scheduler_provider
+from trainer_kit.optim import (
+    LRSchedulerProvider,
+    Piecewise,
+    as_lr_scheduler_provider,
+    as_optimizer_provider,
+    build_optimizer,
+    group_values,
+    load_group_values,
+)
 
 
 def make_optimizer(*lrs):
@@ -26,7 +35,20 @@ def run(optimizer, scheduler, num):
 
 
 def through_json(state):
-    return json.loads(json.dumps(state))
+    """As a checkpoint keeps it."""
+    tensors, values = flatten_state(state)
+    return unflatten_state({key: value.clone() for key, value in tensors.items()}, json.loads(json.dumps(values)))
+
+
+class Halving:
+    """A callable with a state of its own."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, step):
+        self.calls += 1
+        return 0.5**step
 
 
 PROVIDERS = {
@@ -39,6 +61,15 @@ PROVIDERS = {
     "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ConstantLR(optimizer, 0.1, 2), lr_scheduler.StepLR(optimizer, 3)]
     ),
+    "multi-step": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 5, 5, 7], 0.3),
+    "sequential multi-step": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer, 0.1, 2), lr_scheduler.MultiStepLR(optimizer, [1, 4], 0.3)], milestones=[3]
+    ),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "lambda object": lambda optimizer: lr_scheduler.LambdaLR(optimizer, Halving()),
+    "multiplicative": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9 + step / 100),
+    "warm restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3, 2, 0.01),
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 1.0, 3, mode="triangular2", cycle_momentum=False),
 }
 
 
@@ -122,6 +153,97 @@ def test_other_base_rates_in_the_settings_are_used_and_reported():
     with pytest.warns(UserWarning, match=r"\[1.0\].*\[2.0\]"):
         scheduler.load_state_dict({"last_epoch": 1, "base_lrs": [1.0]})
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+@pytest.mark.parametrize("name", [name for name in PROVIDERS if name != "piecewise"])
+def test_other_base_rates_are_used_under_torch_schedulers_too(name):
+    """Contract 45: from the resume on, the rates are those of a run that had the new base rate from its start."""
+    expected = run(*build(name, 10, 0.5), 10)
+    optimizer, scheduler = build(name, 10, 1.0)
+    run(optimizer, scheduler, 4)
+    state = through_json(scheduler.state_dict())
+    optimizer, scheduler = build(name, 10, 0.5)
+    with pytest.warns(UserWarning, match=r"\[1.0\].*\[0.5\]"):
+        scheduler.load_state_dict(state)
+    assert run(optimizer, scheduler, 6) == expected[4:]
+
+
+def test_other_settings_of_a_torch_scheduler_are_used_and_reported():
+    """Contract 45: its state would bring the old milestones and factor back."""
+
+    def make(*arguments):
+        optimizer = make_optimizer()
+        return optimizer, as_lr_scheduler_provider(lambda o: lr_scheduler.MultiStepLR(o, *arguments)).build(optimizer, 10)
+
+    optimizer, scheduler = make([2, 6], 0.1)
+    run(optimizer, scheduler, 4)
+    state = through_json(scheduler.state_dict())
+    optimizer, scheduler = make([3, 5], 0.5)
+    with pytest.warns(UserWarning, match=r"\(MultiStepLR\) has other settings"):
+        scheduler.load_state_dict(state)
+    assert run(optimizer, scheduler, 3) == [[0.5], [0.25], [0.25]]
+
+
+def test_momenta_of_one_cycle_are_those_of_the_straight_run_after_a_resume():
+    """It moves the momentum too, which the groups' values bring back; and a new maximum is used."""
+
+    def make(max_lr):
+        provider = as_optimizer_provider(lambda given: torch.optim.AdamW(given, lr=1.0))
+        optimizer = build_optimizer(provider, [("w", nn.Parameter(torch.ones(1)))])
+        return optimizer, as_lr_scheduler_provider(lambda o: lr_scheduler.OneCycleLR(o, max_lr, total_steps=11)).build(optimizer, 10)
+
+    def values(optimizer, scheduler, num):
+        used = []
+        for _ in range(num):
+            used.append((optimizer.param_groups[0]["lr"], *optimizer.param_groups[0]["betas"]))
+            run(optimizer, scheduler, 1)
+        return used
+
+    straight, other = values(*make(0.5), 10), values(*make(0.8), 10)
+    optimizer, scheduler = make(0.5)
+    values(optimizer, scheduler, 4)
+    groups, state = through_json(group_values(optimizer)), through_json(scheduler.state_dict())
+    for max_lr, expected in ((0.5, straight), (0.8, other)):
+        optimizer, scheduler = make(max_lr)
+        assert load_group_values(optimizer, groups) == []
+        scheduler.load_state_dict(state)
+        assert values(optimizer, scheduler, 6) == expected[4:]
+
+
+def test_a_rate_set_by_a_callback_survives_a_resume():
+    """StepLR goes on from the rate as it is, so a replay would lose it."""
+    provider = as_lr_scheduler_provider(lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5))
+    optimizer = make_optimizer()
+    scheduler = provider.build(optimizer, None)
+    run(optimizer, scheduler, 1)
+    optimizer.param_groups[0]["lr"] = 8.0
+    state = through_json(scheduler.state_dict())
+    optimizer = make_optimizer()
+    scheduler = provider.build(optimizer, None)
+    scheduler.load_state_dict(state)
+    assert run(optimizer, scheduler, 4) == [[8.0], [4.0], [4.0], [2.0]]
+
+
+def test_a_saved_state_does_not_change_with_the_steps_after_it():
+    optimizer, scheduler = build("multi-step", 10)
+    state = scheduler.state_dict()
+    kept = through_json(state)
+    run(optimizer, scheduler, 5)
+    assert state == kept and state["scheduler"]["milestones"] == {2: 1, 5: 2, 7: 1}
+
+
+def test_a_state_with_a_learning_rate_that_is_a_tensor():
+    def make():
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=torch.tensor(2.0), fused=True)
+        provider = as_lr_scheduler_provider(lambda o: lr_scheduler.MultiStepLR(o, [2, 4], 0.5))
+        return optimizer, provider.build(optimizer, None)
+
+    optimizer, scheduler = make()
+    run(optimizer, scheduler, 3)
+    state = through_json(scheduler.state_dict())
+    optimizer, scheduler = make()
+    scheduler.load_state_dict(state)
+    assert run(optimizer, scheduler, 3) == [[1.0], [0.5], [0.5]]
 
 
 @pytest.mark.parametrize("position", [None, -1, "3", True])

@@ -15,6 +15,7 @@ from trainer_kit.optim import (
     StochasticAdamW,
     as_optimizer_provider,
     build_optimizer,
+    check_optimizer_state,
     group_values,
     load_group_values,
     load_optimizer_state,
@@ -54,6 +55,10 @@ def save(optimizer, parameters):
     return tensors, json.loads(json.dumps(optimizer_values(optimizer, names)))
 
 
+def shapes_of(tensors):
+    return {key: tuple(value.shape) for key, value in tensors.items()}
+
+
 @pytest.mark.parametrize("num_before", [0, 3])
 @pytest.mark.parametrize("provider", PROVIDERS, ids=lambda provider: getattr(provider, "name", "nadam"))
 def test_a_resumed_run_is_bitwise_the_straight_one(provider, num_before):
@@ -66,6 +71,7 @@ def test_a_resumed_run_is_bitwise_the_straight_one(provider, num_before):
     for name, parameter in parameters.items():
         parameter.data.copy_(expected[name])
     materialize_state(resumed)
+    check_optimizer_state(resumed, names_of(parameters), shapes_of(tensors), values)
     assert load_optimizer_state(resumed, names_of(parameters), tensors, values) == []
     loaded = optimizer_tensors(resumed, names_of(parameters))
     assert set(loaded) == set(tensors)
@@ -125,17 +131,53 @@ def test_state_that_does_not_fit_is_an_error_and_changes_nothing(change, words):
     change(tensors)
     with pytest.raises(CheckpointError, match=words):
         load_optimizer_state(optimizer, names_of(parameters), tensors)
+    with pytest.raises(CheckpointError, match=words):
+        check_optimizer_state(optimizer, names_of(parameters), shapes_of(tensors))
     assert all(torch.equal(value, before[key]) for key, value in optimizer_tensors(optimizer, names_of(parameters)).items())
 
 
-def test_the_state_of_another_optimizer_is_an_error_that_names_both_sides():
-    sgd, parameters = make(SGD(momentum=0.9))
-    step(sgd, parameters, 0)
-    tensors, values = save(sgd, parameters)
-    adamw, others = make(AdamW())
-    materialize_state(adamw)
-    with pytest.raises(CheckpointError, match=r"AdamW: missing 'a.weight/step'.*unexpected 'a.weight/momentum_buffer'"):
-        load_optimizer_state(adamw, names_of(others), tensors, values)
+@pytest.mark.parametrize(
+    ("saved", "now", "words"),
+    [
+        (SGD(), AdamW(), r"is that of SGD, this run has AdamW\. Set optimizer="),  # no state, which would fit any optimizer
+        (SGD(momentum=0.9), AdamW(), "is that of SGD, this run has AdamW"),
+        (Adam(), AdamW(), "is that of Adam, this run has AdamW"),  # the same keys
+        (AdamW(), Muon(), "is that of AdamW, this run has Muon and AdamW"),
+        (Muon(), SGD(), "is that of Muon and AdamW, this run has SGD"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_an_error_that_names_both(saved, now, words):
+    """Contract 27: nothing is silently left at its fresh value."""
+    first, parameters = make(saved)
+    step(first, parameters, 0)
+    tensors, values = save(first, parameters)
+    second, others = make(now)
+    materialize_state(second)
+    before, _ = save(second, others)
+    with pytest.raises(CheckpointError, match=words):
+        check_optimizer_state(second, names_of(others), shapes_of(tensors), values)
+    with pytest.raises(CheckpointError, match=words):
+        load_optimizer_state(second, names_of(others), tensors, values)
+    assert all(torch.equal(value, before[key]) for key, value in optimizer_tensors(second, names_of(others)).items())
+
+
+def test_tensors_in_place_of_plain_values_and_the_reverse_are_an_error():
+    optimizer, parameters = make(AdamW())
+    materialize_state(optimizer)
+    shapes = shapes_of(optimizer_tensors(optimizer, names_of(parameters)))
+    del shapes["a.bias/exp_avg"]
+    with pytest.raises(CheckpointError, match=r"'a.bias/exp_avg' is a float in the checkpoint, expected a Tensor"):
+        check_optimizer_state(optimizer, names_of(parameters), shapes, {"state": {"a.bias/exp_avg": 0.5}})
+    optimizer.state[parameters["a.bias"]]["exp_avg"] = 0.5
+    with pytest.raises(CheckpointError, match=r"'a.bias/exp_avg' is a Tensor in the checkpoint, expected a float"):
+        check_optimizer_state(optimizer, names_of(parameters), {**shapes, "a.bias/exp_avg": (4,)})
+
+
+def test_a_parameter_without_state_that_is_no_longer_there_is_unexpected():
+    optimizer, parameters = make(SGD())
+    _, values = save(optimizer, parameters)
+    with pytest.raises(CheckpointError, match=r"does not fit SGD: unexpected 'gone'"):
+        check_optimizer_state(optimizer, names_of(parameters), {}, {**values, "stateless": [*values["stateless"], "gone"]})
 
 
 def test_state_that_is_neither_tensor_nor_plain_is_refused():

@@ -5,7 +5,7 @@ states for exchange with other tools (`trainer_kit.weights`). Importing this pac
 """
 
 from trainer_kit.checkpoint.checksum import check_checksums, check_sizes
-from trainer_kit.checkpoint.folder import CheckpointFolder, SavedStep
+from trainer_kit.checkpoint.folder import CheckpointFolder, SavedStep, newest_path
 from trainer_kit.checkpoint.identity import check_identity, parameter_digest
 from trainer_kit.checkpoint.loader import load
 from trainer_kit.checkpoint.manifest import Manifest, read_manifest
@@ -22,6 +22,7 @@ __all__ = [
     "check_sizes",
     "flatten_state",
     "load",
+    "newest_path",
     "parameter_digest",
     "read_manifest",
     "unflatten_state",

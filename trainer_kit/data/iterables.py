@@ -19,6 +19,7 @@ from trainer_kit.data.epoch_reader import EpochReader, num_reads_with_own_stream
 from trainer_kit.data.pack import Pack
 from trainer_kit.data.provider import DataProvider
 from trainer_kit.data.randomness import fork_random
+from trainer_kit.data.workers import started_workers_ignore_interrupts
 from trainer_kit.exceptions import ConfigurationError, StateError, UnsupportedError
 from trainer_kit.torch_private import iterate_loader, raise_for_dead_worker, shut_down_loader
 
@@ -97,7 +98,7 @@ class IterableDataProvider(DataProvider):
         if state is not None:
             self._data.load_state_dict(state)
         with fork_random(self._seed, "iter", epoch) if self._num_own else contextlib.nullcontext():
-            self._iterator = iterate_loader(self._data) if isinstance(self._data, DataLoader) else iter(self._data)
+            self._iterator = self._iterate()
         start = num_read if state is not None else self._num_taken
         reader = EpochReader(self._data, self._iterator, seed=self._seed, epoch=epoch, num_read=start)
         if start > num_read:
@@ -109,6 +110,12 @@ class IterableDataProvider(DataProvider):
             _log.warning("resuming the data by reading and dropping %d microbatches of epoch %d", num_read - start, epoch)
             self._num_taken += reader.skip(num_read - start) * self._is_iterator
         return reader
+
+    def _iterate(self) -> Iterator[Any]:
+        if not isinstance(self._data, DataLoader):
+            return iter(self._data)
+        with started_workers_ignore_interrupts(self._data):
+            return iterate_loader(self._data)
 
     def _length(self) -> int | None:
         try:

@@ -78,7 +78,8 @@ def _map_special(fn: Callable[[torch.Tensor], Any], tree: Any, on_object: Callab
         if not isinstance(tree, MutableMapping):
             return mapped
         filled = copy.copy(tree)
-        filled.update(mapped)
+        for key, value in mapped.items():  # not `update`, which some containers of model outputs forbid
+            filled[key] = value
         return filled
     if isinstance(tree, tuple):
         values = [map_tensors(fn, value, on_object) for value in tree]

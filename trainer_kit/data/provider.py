@@ -44,6 +44,10 @@ class DataProvider:
         """The packs per epoch, if that is known."""
         return None
 
+    def packs_left(self, position: dict[str, Any] | None) -> int | None:
+        """The packs from a position to the end of its epoch, if that is known; so that a resume with another batch size knows its end."""
+        return None
+
     def describe(self) -> dict[str, Any]:
         """Name -> plain value, for `trainer.describe()`."""
         return {"provider": type(self).__name__, "num_packs": self.num_packs()}

@@ -86,6 +86,19 @@ class DataStream:
         self.epoch = due.pack.epoch
         return due.pack
 
+    @property
+    def reached_max_epochs(self) -> bool:
+        """Whether all wanted passes were handed out."""
+        return self.max_epochs is not None and self._tail.normal().epoch >= self.max_epochs
+
+    def packs_left(self) -> int | None:
+        """The packs from here to the end of the wanted passes; None if the provider cannot tell, or there is no limit."""
+        place, per_epoch = self._head.normal(), self._provider.num_packs()
+        left = self._provider.packs_left(place.position_to_open())
+        if self.max_epochs is None or per_epoch is None or left is None or place.epoch >= self.max_epochs:
+            return 0 if self.max_epochs is not None and place.epoch >= self.max_epochs else None
+        return left + (self.max_epochs - place.epoch - 1) * per_epoch
+
     def state_dict(self) -> dict[str, Any]:
         """The place behind the pack handed out last, as plain values, whatever has been fetched ahead."""
         return self._head.state_dict()

@@ -2,12 +2,15 @@
 
 The one thing to know before editing: a worker gets (random seed, indices) and seeds itself before each microbatch, so that random
 augmentation is a function of the position in the run, whatever the number of workers and wherever a run was resumed.
+Workers ignore Ctrl-C, which a terminal sends to every process: the one that trains decides what it means.
 Workers start with the platform's default method; what is spawned instead of forked needs a dataset and collate_fn that can be pickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +49,29 @@ def _unchanged(microbatch: Any) -> Any:
     return microbatch
 
 
+class IgnoreInterrupts:
+    """A `worker_init_fn` that makes a worker ignore Ctrl-C, and then calls another one."""
+
+    def __init__(self, then: Callable[[int], None] | None = None) -> None:
+        self._then = then
+
+    def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if self._then is not None:
+            self._then(worker_id)
+
+
+@contextmanager
+def started_workers_ignore_interrupts(loader: DataLoader[Any]) -> Iterator[None]:
+    """The workers that a user's loader starts in the block ignore Ctrl-C; afterwards the loader is as it was."""
+    given = loader.worker_init_fn
+    loader.worker_init_fn = IgnoreInterrupts(given)
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = given
+
+
 class WorkerPool:
     """Worker processes, started at the first fetch, and again after a failure or `close`."""
 
@@ -60,6 +86,7 @@ class WorkerPool:
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent,
             pin_memory=pin_memory,
+            worker_init_fn=IgnoreInterrupts(),
             generator=torch.Generator(),  # the loader draws a seed for its workers, which must not come from the run's streams
         )
         self._iterator: Iterator[Any] | None = None

@@ -1,21 +1,21 @@
 """`Gradients`: the accumulated gradients of one step.
 
 Backward starts from loss times weight and everything is summed; `finish` divides once by the weight of the pack. The norm is
-computed once per step for all who ask.
+computed once per step for all who ask, and again if somebody changed a gradient meanwhile.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from trainer_kit.exceptions import ModelError
 from trainer_kit.parameters import ParameterRow
-from trainer_kit.torch_private import flag_non_finite, read_cpu_scalar
+from trainer_kit.torch_private import fingerprint, flag_non_finite, read_cpu_scalar
 
 
 class Gradients:
@@ -33,6 +33,7 @@ class Gradients:
         self._members: list[list[torch.nn.Parameter]] = []  # parameters whose gradients share device and dtype
         self._groups: list[list[torch.Tensor]] = []
         self._norms: dict[float, torch.Tensor] = {}
+        self._known: tuple[int, ...] = ()  # the gradients to which the norms belong
         self._set_grad_dtype(self._parameters)
 
     def _set_grad_dtype(self, parameters: Sequence[Any]) -> None:
@@ -49,13 +50,39 @@ class Gradients:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         if not self._members:
             self._group()
-        self._groups = [[parameter.grad for parameter in members] for members in self._members]  # type: ignore[misc]
+        self._look_up()
         if isinstance(weight, torch.Tensor):
             weight = torch.where(weight == 0, 1, weight)
         elif weight in (0, 1):
             return
         for group in self._groups:
             torch._foreach_div_(group, weight)
+
+    def _look_up(self) -> None:
+        self._groups = [[parameter.grad for parameter in members] for members in self._members]  # type: ignore[misc]
+
+    def watch(self) -> None:
+        """Remember the gradients as they are, for `changed`."""
+        self._known = fingerprint(grad for group in self._groups for grad in group)
+
+    def changed(self) -> bool:
+        """Whether somebody changed a gradient since `watch`, other than by `scale`. Looks the gradients up again if so."""
+        self._look_up()
+        now = fingerprint(grad for group in self._groups for grad in group)
+        if now == self._known:
+            return False
+        self._known, self._norms = now, {}
+        return True
+
+    def check_trainable(self, rows: Iterable[ParameterRow]) -> None:
+        """Raise ModelError if what is trainable among `rows` is not what was so at the build."""
+        mine = {id(parameter) for parameter in self._parameters}
+        other = [row.name for row in rows if row.trainable != (id(row.parameter) in mine)]
+        if other:
+            raise ModelError(
+                f"requires_grad of {', '.join(map(repr, other[:5]))} was changed after the build, which the optimizer does not know. "
+                "Build with everything trainable that will ever be, and hold it still meanwhile by an lr of 0 of its parameter group"
+            )
 
     def _group(self) -> None:
         groups: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
@@ -72,6 +99,7 @@ class Gradients:
 
         Large finite gradients overflow in fp32; a CPU, where looking costs nothing, then computes in fp64.
         """
+        self.changed()
         if p not in self._norms:
             norm = torch.linalg.vector_norm(self.norm_per_parameter(p), p)
             if norm.device.type == "cpu" and not math.isfinite(read_cpu_scalar(norm)):
@@ -87,16 +115,19 @@ class Gradients:
         return torch.stack([n.to(device, widest) for n in norms])
 
     def scale(self, factor: torch.Tensor | float) -> None:
-        """Multiply all gradients, and the norms that are known already."""
+        """Multiply all gradients, and the norms that are known already. The factor must be finite."""
+        known = not isinstance(factor, torch.Tensor) or factor.device.type == "cpu"
+        if known and not math.isfinite(read_cpu_scalar(factor) if isinstance(factor, torch.Tensor) else factor):
+            raise ModelError(f"the gradients were to be scaled by {float(factor)}, expected a finite factor")
+        kept = {} if self.changed() else self._norms
         for group in self._groups:
             torch._foreach_mul_(group, factor.to(group[0].device) if isinstance(factor, torch.Tensor) else factor)
-        self._norms = {p: norm * factor for p, norm in self._norms.items()}
+        if known:  # else it counts as a change, and the gradients are looked at once more
+            self.watch()
+        self._norms = {p: norm * factor for p, norm in kept.items()}
 
     def flag_non_finite(self, flag: torch.Tensor) -> None:
-        """Set `flag` to 1 if any gradient is not finite; a norm that somebody asked for tells it without another look."""
-        if self._norms:
-            torch.logical_or(flag, ~torch.isfinite(next(iter(self._norms.values()))), out=flag)
-            return
+        """Set `flag` to 1 if any gradient is not finite."""
         for group in self._groups:
             flag_non_finite(group, flag)
 

@@ -36,39 +36,53 @@ class NonFiniteGuard:
         self._deferred = deferred
         self._delay = delay
         self._fused = takes_found_inf(optimizer)
+        self._sticky = deferred and policy == "error"  # after a bad step nothing is updated until the host knows
         self._flag = torch.zeros((), dtype=torch.float32, device=device)
-        self._pending: deque[tuple[int, Deferred, list[str]]] = deque()
+        self._watching = False
+        self._pending: deque[tuple[int, Deferred, torch.Tensor, list[str]]] = deque()
         self.num_skipped = 0
+
+    def inspect(self, *, watch: bool) -> None:
+        """Look at the gradients before anybody may change them. watch: somebody may, so that `permits` has to look again."""
+        if self._policy == "ignore":
+            return
+        if not self._sticky:
+            self._flag.zero_()
+        self._gradients.flag_non_finite(self._flag)
+        self._watching = watch
+        if watch:
+            self._gradients.watch()
 
     def permits(self, step: int, weight: float | torch.Tensor) -> bool:
         """Whether this step updates the parameters; raises NonFiniteError under `"error"`."""
-        later = self._deferred and self._fused and self._policy == "error"
-        if not (later and isinstance(weight, torch.Tensor)) and _host_value(weight) == 0:
+        if not self._is_on_device(weight) and _host_value(weight) == 0:
             logger.warning("step %d: the weight of its pack is 0 (no sample or token counts), so nothing was updated", step)
             return False
         if self._policy == "ignore":
             return True
-        if self._deferred and self._policy == "error":
+        if self._watching and self._gradients.changed():
+            self._gradients.flag_non_finite(self._flag)
+        if self._sticky:
             self._check_later(step, weight)
             return True
-        self._flag.zero_()
-        self._gradients.flag_non_finite(self._flag)
         if _host_value(self._flag) == 0:
             return True
         if self._policy == "error":
-            self._raise(step, self._gradients.norm_per_parameter(1.0).tolist(), self._gradients.names_in_groups())
+            self._raise(step, self._gradients.norm_per_parameter(1.0), self._gradients.names_in_groups())
         self.num_skipped += 1
         logger.warning("step %d: a gradient is not finite, so the step was skipped (%d skipped so far)", step, self.num_skipped)
         return False
 
+    def _is_on_device(self, weight: float | torch.Tensor) -> bool:
+        """Whether the weight can stay on the device: its zero is told to the optimizer, or nothing is withheld at all."""
+        return isinstance(weight, torch.Tensor) and self._deferred and (self._policy == "ignore" or (self._sticky and self._fused))
+
     def _check_later(self, step: int, weight: float | torch.Tensor) -> None:
-        norms = self._gradients.norm_per_parameter(2.0)
         if self._fused:
-            # The flag stays up: after a bad step nothing is updated until the host knows.
-            self._flag.logical_or_(~torch.isfinite(norms).all())
             withheld = torch.logical_or(self._flag, weight == 0) if isinstance(weight, torch.Tensor) else self._flag
             self._optimizer.found_inf = withheld.to(torch.float32)  # type: ignore[attr-defined]
-        self._pending.append((step, Deferred(list(norms)), self._gradients.names_in_groups()))
+        norms = self._gradients.norm_per_parameter(1.0)  # they tell the name, if the flag is up; until then they stay on the device
+        self._pending.append((step, Deferred([self._flag]), norms, self._gradients.names_in_groups()))
         while len(self._pending) > self._delay:
             self._resolve_one()
 
@@ -78,16 +92,16 @@ class NonFiniteGuard:
             self._resolve_one()
 
     def _resolve_one(self) -> None:
-        step, deferred, names = self._pending.popleft()
-        norms = deferred.values()
-        if not all(map(math.isfinite, norms)):
+        step, flag, norms, names = self._pending.popleft()
+        if float(flag):
             self._pending.clear()
             self._flag.zero_()
             self._raise(step, norms, names)
 
-    def _raise(self, step: int, norms: list[float], names: list[str]) -> None:
+    def _raise(self, step: int, norms_on_device: torch.Tensor, names: list[str]) -> None:
+        norms = norms_on_device.tolist()
         bad = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
-        first = f"the first parameter with one is {bad[0]!r} ({len(bad)} of {len(norms)} have one)" if bad else "only their norm overflows"
+        first = f"the first parameter with one is {bad[0]!r} ({len(bad)} of {len(norms)} have one)" if bad else "it was clipped away since"
         kept = (
             "no parameter was changed by it" if self._fused or not self._deferred else "this optimizer has updated the parameters with it"
         )

@@ -35,7 +35,7 @@ class DistributedContext:
     world_size: int = 1
     data_rank: int = 0
     num_data_ranks: int = 1
-    _added: list[AddedLoss] = field(default_factory=list, repr=False)
+    _added: list[AddedLoss] | None = field(default=None, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -50,15 +50,36 @@ class DistributedContext:
         """Add `coefficient * value` to the loss of the running microbatch, from inside a forward (router losses, penalties).
 
         `value` is a scalar with a graph. It counts with the weight of the microbatch, or with the one that
-        `ForwardInputs.weight` declares under `name`.
+        `ForwardInputs.weight` declares under `name`; several of one name add up. Outside of a forward, as when activations are
+        computed again in the backward, the call does nothing.
         """
-        self._added.append(AddedLoss(name, value, coefficient))
+        if self._added is not None:
+            self._added.append(AddedLoss(name, value, coefficient))
+
+    def collect_losses(self) -> None:
+        """A forward begins: keep what it adds, and forget what a failed one left behind."""
+        self._added = []
 
     def take_losses(self) -> list[AddedLoss]:
-        """The terms added since the last call; the runner calls it after each forward."""
-        added, self._added = self._added, []
-        return added
+        """The forward is over: the terms it added, one per name."""
+        added, self._added = self._added or [], None
+        return _merged(added) if len(added) > 1 else added
 
     def describe(self) -> str:
         """One line about the mesh."""
         return f"1 process on {self.device}" if self.world_size == 1 else f"{self.world_size} ranks on {self.device.type}"
+
+
+def _merged(added: list[AddedLoss]) -> list[AddedLoss]:
+    """One term per name: the sum of its values, with their coefficient if it is the same for all, else with the products summed."""
+    by_name: dict[str, list[AddedLoss]] = {}
+    for loss in added:
+        by_name.setdefault(loss.name, []).append(loss)
+    merged = []
+    for name, losses in by_name.items():
+        coefficients = {loss.coefficient for loss in losses}
+        if len(coefficients) == 1:
+            merged.append(AddedLoss(name, torch.stack([loss.value for loss in losses]).sum(), coefficients.pop()))
+        else:
+            merged.append(AddedLoss(name, torch.stack([loss.value * loss.coefficient for loss in losses]).sum(), 1.0))
+    return merged

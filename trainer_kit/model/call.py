@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer_kit.data.pack import is_movable_object
 from trainer_kit.exceptions import ModelError
 from trainer_kit.task import Args
 
@@ -25,7 +26,10 @@ class ModelCaller:
         self.stage_form = has_stage_form(module)
 
     def __call__(self, inputs: Any, shared: Any = None) -> Any:
-        """Ordinary models: a mapping as keywords, a tuple as positional arguments, `Args` as both, anything else as one argument."""
+        """Ordinary models: a mapping as keywords, a tuple as positional arguments, `Args` as both, anything else as one argument.
+
+        A tuple that moves itself to a device, such as a `PackedSequence`, is one argument.
+        """
         if self.stage_form:
             return self._module(inputs, shared)
         if shared is not None:
@@ -35,7 +39,7 @@ class ModelCaller:
             )
         if isinstance(inputs, torch.Tensor):
             return self._module(inputs)
-        if isinstance(inputs, tuple):
+        if isinstance(inputs, tuple) and not is_movable_object(inputs):
             return self._module(*inputs)
         if isinstance(inputs, Args):
             return self._module(*inputs.args, **inputs.kwargs)

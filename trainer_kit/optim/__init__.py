@@ -12,7 +12,7 @@ from trainer_kit.optim.muon import Muon
 from trainer_kit.optim.provider import OptimizerProvider, as_optimizer_provider, build_optimizer
 from trainer_kit.optim.schedule import Piecewise, Segment
 from trainer_kit.optim.scheduler import LRSchedulerProvider, as_lr_scheduler_provider
-from trainer_kit.optim.state import load_optimizer_state, optimizer_tensors, optimizer_values
+from trainer_kit.optim.state import check_optimizer_state, load_optimizer_state, optimizer_tensors, optimizer_values
 from trainer_kit.optim.stochastic import StochasticAdamW
 from trainer_kit.optim.stochastic_optimizer import StochasticRoundingAdamW
 from trainer_kit.optim.torch_optimizers import SGD, Adam, AdamW
@@ -34,6 +34,7 @@ __all__ = [
     "as_lr_scheduler_provider",
     "as_optimizer_provider",
     "build_optimizer",
+    "check_optimizer_state",
     "group_values",
     "load_group_values",
     "load_optimizer_state",

@@ -13,7 +13,7 @@ import torch
 
 CONFIGURED = "configured"
 # Where the values came from or how the step is computed, not what the update is.
-_NOT_SAVED = {"params", "param_names", "name", "initial_lr", "fused", "foreach", "capturable", "differentiable", CONFIGURED}
+_NOT_SAVED = {"params", "param_names", "name", "initial_lr", "base_lr", "fused", "foreach", "capturable", "differentiable", CONFIGURED}
 
 
 def plain_values(group: Mapping[str, Any]) -> dict[str, Any]:

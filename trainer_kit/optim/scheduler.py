@@ -16,6 +16,7 @@ import torch
 
 from trainer_kit.exceptions import CheckpointError, ConfigurationError, UnsupportedError
 from trainer_kit.optim.curve import Curve
+from trainer_kit.optim.plain_state import comparable, restored_like, to_plain
 
 
 class Scheduler(Protocol):
@@ -71,12 +72,7 @@ class PiecewiseScheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the saved position. The base rates are those of the settings now; a difference is a warning."""
         self.last_epoch = saved_position(state)
-        saved = state.get("base_lrs")
-        if saved != self.base_lrs:
-            warnings.warn(
-                f"the checkpoint was made with base learning rates {saved}, the settings say {self.base_lrs}: these are used from now on",
-                stacklevel=2,
-            )
+        _tell_other_base_lrs(state.get("base_lrs"), self.base_lrs)
         self._apply()
 
 
@@ -87,11 +83,14 @@ class TorchScheduler:
         self._optimizer = optimizer
         self._total_steps = total_steps
         self._make = make
+        self.base_lrs = base_lrs(optimizer)
         self.last_epoch = 0
         self.scheduler = self._fresh()
+        self._start = comparable(to_plain(self.scheduler.state_dict()))
 
     def _fresh(self) -> Any:
-        for group, base in zip(self._optimizer.param_groups, base_lrs(self._optimizer), strict=True):
+        for group, base in zip(self._optimizer.param_groups, self.base_lrs, strict=True):
+            group["initial_lr"] = base  # OneCycleLR of an earlier schedule on this optimizer puts its own there
             set_lr(group, base)
         return checked_scheduler(self._make())
 
@@ -108,19 +107,28 @@ class TorchScheduler:
         return {
             "last_epoch": self.last_epoch,
             "total_steps": self._total_steps,
+            "base_lrs": list(self.base_lrs),
+            "start": self._start,
             "lrs": self.get_last_lr(),
-            "scheduler": self.scheduler.state_dict(),
+            "scheduler": to_plain(self.scheduler.state_dict()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the saved position: by the saved state for a run of the same length, else by stepping a fresh scheduler there."""
+        """Go to the saved position: by the saved state if the settings are those of then, else by stepping a fresh scheduler there.
+
+        torch's state holds the settings too (base rates, milestones, factors), so it would bring the old ones back.
+        """
         position = saved_position(state)
-        lrs = state.get("lrs", [])
-        if state.get("total_steps") == self._total_steps and len(lrs) == len(self._optimizer.param_groups):
-            self.scheduler.load_state_dict(state["scheduler"])
-            for group, lr in zip(self._optimizer.param_groups, lrs, strict=True):
+        _tell_other_base_lrs(state.get("base_lrs"), self.base_lrs)
+        same_run = state.get("base_lrs") == self.base_lrs and state.get("total_steps") == self._total_steps
+        if same_run and state.get("start") == self._start:
+            self.scheduler.load_state_dict(restored_like(self.scheduler.state_dict(), state["scheduler"]))
+            for group, lr in zip(self._optimizer.param_groups, state["lrs"], strict=True):
                 set_lr(group, lr)
         else:
+            if same_run:
+                kind = type(self.scheduler).__name__
+                warnings.warn(f"lr_scheduler= ({kind}) has other settings than in the checkpoint: they are used from now on", stacklevel=2)
             self._replay(position)
         self.last_epoch = position
 
@@ -183,8 +191,15 @@ def checked_scheduler(scheduler: Any) -> Any:
 
 
 def base_lrs(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rates of the groups without a schedule; kept in `initial_lr`, as torch does, for schedules built later."""
-    return [float(group.setdefault("initial_lr", float(group["lr"]))) for group in optimizer.param_groups]
+    """The learning rates of the groups without a schedule; kept in `base_lr` for schedules built later: torch's `initial_lr` can change."""
+    return [group.setdefault("base_lr", float(group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups]
+
+
+def _tell_other_base_lrs(saved: Any, now: list[float]) -> None:
+    if saved != now:
+        warnings.warn(
+            f"the checkpoint was made with base learning rates {saved}, the settings say {now}: these are used from now on", stacklevel=3
+        )
 
 
 def set_lr(group: dict[str, Any], lr: float) -> None:

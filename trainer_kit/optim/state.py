@@ -7,12 +7,13 @@ Creating the state before a load is in `materialize.py`; the hyperparameters of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trainer_kit.exceptions import CheckpointError, UnsupportedError
+from trainer_kit.optim.combined import CombinedOptimizer
 
 Names = Mapping[torch.nn.Parameter, str]
 PLAIN = (bool, int, float, str, type(None))
@@ -31,11 +32,18 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Names) -> dict[st
 
 
 def optimizer_values(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
-    """The rest of the state, in plain values: `state` by key as for the tensors, and `stateless`, the parameters without any state yet."""
+    """The rest, in plain values: `optimizer`, the class names of its parts, in order; `state` by key as for the tensors; and `stateless`,
+    the parameters without any state yet."""
     return {
+        "optimizer": _kinds(optimizer),
         "state": {key: value for key, value in _entries(optimizer, names) if not isinstance(value, torch.Tensor)},
         "stateless": [name for name, parameter in named_parameters(optimizer, names) if not optimizer.state.get(parameter)],
     }
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
+    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+    return [type(part).__name__ for part in parts]
 
 
 def _entries(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[str, Any]]:
@@ -55,21 +63,16 @@ def load_optimizer_state(
     """Put saved state in place of the state of a materialised optimizer; returns remarks to print, one per difference in dtype.
 
     Tensors are copied into the live ones where the dtype is the same, so tensors read in place cost nothing.
-    Raises CheckpointError, before anything changes, naming state that is missing, unexpected or of another shape.
+    Raises CheckpointError, before anything changes, as `check_optimizer_state` does.
     """
     values = values or {}
-    plain, stateless = values.get("state", {}), set(values.get("stateless", ()))
-    saved = {**tensors, **plain}
-    live = dict(_entries(optimizer, names))
+    check_optimizer_state(optimizer, names, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, values)
+    saved = {**tensors, **values.get("state", {})}
     parameters = dict(named_parameters(optimizer, names))
-    for name in stateless & set(parameters):
-        for key in optimizer.state.get(parameters[name], {}):
-            live.pop(f"{name}/{key}")
-    _check(type(optimizer).__name__, live, saved, stateless - set(parameters))
-    for name in stateless:
+    for name in values.get("stateless", ()):
         optimizer.state.pop(parameters[name], None)
     changed: dict[str, int] = {}
-    for key, fresh in live.items():
+    for key, fresh in dict(_entries(optimizer, names)).items():
         name, state_key = key.rsplit("/", 1)
         value = saved[key]
         if isinstance(fresh, torch.Tensor) and fresh.dtype != value.dtype:
@@ -91,26 +94,51 @@ def _placed(fresh: Any, value: Any) -> Any:
     return torch.empty_like(fresh, dtype=value.dtype).copy_(value)
 
 
-def _check(kind: str, live: Mapping[str, Any], saved: Mapping[str, Any], foreign: set[str]) -> None:
-    missing = [key for key in live if key not in saved]
-    unexpected = [key for key in saved if key not in live] + sorted(foreign)
+def check_optimizer_state(
+    optimizer: torch.optim.Optimizer, names: Names, shapes: Mapping[str, Sequence[int]], values: Mapping[str, Any] | None = None
+) -> None:
+    """Whether saved state fits a materialised optimizer, known before any tensor is read.
+
+    shapes: of the saved tensors, by `<parameter name>/<state key>`. values: as `optimizer_values` gave them.
+    Raises CheckpointError if it is of another kind of optimizer, or naming state that is missing, unexpected or of another shape.
+    """
+    values = values or {}
+    _check_kinds(values.get("optimizer"), _kinds(optimizer))
+    stateless = set(values.get("stateless", ()))
+    foreign = stateless - {name for name, _ in named_parameters(optimizer, names)}
+    live = {key: value for key, value in _entries(optimizer, names) if key.rsplit("/", 1)[0] not in stateless}
+    plain = values.get("state", {})
+    _check_keys(type(optimizer).__name__, live, [*shapes, *(key for key in plain if key not in shapes)], sorted(foreign))
+    for key, fresh in live.items():
+        if isinstance(fresh, torch.Tensor) != (key not in plain):
+            found = type(plain[key]).__name__ if key in plain else "Tensor"
+            raise CheckpointError(f"optimizer state {key!r} is a {found} in the checkpoint, expected a {type(fresh).__name__}")
+        if isinstance(fresh, torch.Tensor) and tuple(fresh.shape) != tuple(shapes[key]):
+            raise CheckpointError(
+                f"optimizer state {key!r} has shape {tuple(shapes[key])} in the checkpoint, expected {tuple(fresh.shape)}; "
+                "was the model changed?"
+            )
+
+
+def _check_kinds(saved: list[str] | None, now: list[str]) -> None:
+    """Equal keys are not enough: Adam's state would fit AdamW, and the absent one of plain SGD any optimizer."""
+    if saved is not None and saved != now:
+        raise CheckpointError(
+            f"the optimizer state of the checkpoint is that of {' and '.join(saved)}, this run has {' and '.join(now)}. "
+            "Set optimizer= to the saved one, or load without the part 'optimizer' to start it afresh"
+        )
+
+
+def _check_keys(kind: str, live: Mapping[str, Any], saved: Sequence[str], foreign: list[str]) -> None:
+    known = set(saved)
+    missing = [key for key in live if key not in known]
+    unexpected = [key for key in saved if key not in live] + foreign
     if missing or unexpected:
         parts = [f"{label} {_shown(keys)}" for label, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
         raise CheckpointError(
             f"the optimizer state of the checkpoint does not fit {kind}: {'; '.join(parts)}. "
             "Was it saved with another optimizer= or model? Load without the part 'optimizer' to start it afresh"
         )
-    for key, fresh in live.items():
-        value = saved[key]
-        if isinstance(fresh, torch.Tensor) != isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"optimizer state {key!r} is a {type(value).__name__} in the checkpoint, expected a {type(fresh).__name__}"
-            )
-        if isinstance(fresh, torch.Tensor) and fresh.shape != value.shape:
-            raise CheckpointError(
-                f"optimizer state {key!r} has shape {tuple(value.shape)} in the checkpoint, expected {tuple(fresh.shape)}; "
-                "was the model changed?"
-            )
 
 
 def _shown(keys: list[str]) -> str:
