@@ -348,3 +348,204 @@ def test_the_pack_of_a_failed_step_is_not_lost():
         trainer.fit()
     trainer.fit()
     assert seen == [1, 2, 3, 4] and trainer.step == 4
+
+
+class Logs(Callback):
+    """Collects records as a logger does."""
+
+    is_logger = True
+
+    def __init__(self):
+        self.seen = []
+
+    def on_metrics(self, event):
+        self.seen.append((event.step, dict(event.values)))
+
+
+def test_the_last_records_reach_the_loggers_when_the_run_fails():
+    """B72: three finished steps are three records, although they are read two steps late."""
+
+    def fail(trainer):
+        raise ValueError("broken")
+
+    logs = Logs()
+    trainer = quiet_trainer(Scalar(), MeanTask(), [t(1)] * 6, callbacks=[At(3, fail), logs], log_every=1, log_delay=2)
+    with pytest.raises(ValueError, match="broken"):
+        trainer.fit()
+    assert [step for step, _ in logs.seen] == [1, 2, 3]
+
+
+def test_values_logged_outside_of_steps_are_recorded_under_the_finished_steps():
+    """B61: in on_evaluate_end of step 2, and in on_fit_end."""
+
+    class LogsItself(Callback):
+        def on_step_end(self, event):
+            if event.step == 1:
+                event.trainer.request("evaluate", data=[t(1)])
+
+        def on_evaluate_end(self, event):
+            event.trainer.log("mine", 5)
+
+        def on_fit_end(self, event):
+            event.trainer.log("last", 7)
+
+    logs = Logs()
+    trainer = quiet_trainer(Scalar(), MeanTask(), [t(1)] * 4, callbacks=[LogsItself(), logs], log_every=4)
+    trainer.fit()
+    assert trainer.history.values("mine") == [(2, 5.0)] and trainer.history.values("last") == [(4, 7.0)]
+    assert {"last": 7.0} in [values for _, values in logs.seen]
+
+
+def test_the_end_of_the_last_epoch_is_told_for_data_without_a_length():
+    class Endless:
+        def __iter__(self):
+            return iter([t(1)] * 2)
+
+    ends, reasons = [], []
+
+    class Look(Callback):
+        def on_epoch_end(self, event):
+            ends.append(event.epoch)
+
+        def on_fit_end(self, event):
+            reasons.append(event.reason)
+
+    trainer = quiet_trainer(Scalar(), MeanTask(), Endless(), callbacks=[Look()], epochs=2)
+    trainer.fit()
+    assert trainer.step == 4 and ends == [0, 1] and reasons == [None]
+
+
+def test_an_error_in_the_build_is_told_and_closes_what_was_opened():
+    heard = []
+
+    class Opens(Callback):
+        def on_model_ready(self, event):
+            raise ValueError("no")
+
+        def on_exception(self, event):
+            heard.append(str(event.exception))
+
+        def close(self):
+            heard.append("closed")
+
+    trainer = quiet_trainer(Scalar(), MeanTask(), [t(1)], callbacks=[Opens()])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            trainer.fit()
+    assert heard == ["no", "closed"] * 2
+
+
+def test_a_length_that_the_schedule_refuses_is_refused_every_time():
+    from trainer_kit.optim import Piecewise
+
+    trainer = quiet_trainer(Scalar(), MeanTask(), [t(1)] * 9, lr_scheduler=Piecewise().linear(1.0, steps=5), total_steps=6)
+    for _ in range(2):
+        with pytest.raises(ConfigurationError):
+            trainer.fit(total_steps=3)
+    trainer.fit()
+    assert trainer.step == 6
+    trainer.fit(total_steps=8)
+    trainer.fit()
+    assert trainer.step == trainer.total_steps == 8
+
+
+def test_the_metrics_of_a_failed_step_do_not_count_twice():
+    from trainer_kit.metrics import Sum
+
+    class Counts(MeanTask):
+        failed = False
+
+        def metrics(self):
+            return {"n": Sum()}
+
+        def update_metrics(self, metrics, pipeline_results, state):
+            metrics["n"].update(len(state))
+
+    def fail_once(trainer):
+        if not Counts.failed:
+            Counts.failed = True
+            raise RuntimeError("once")
+
+    class Fails(Callback):
+        def on_gradients_ready(self, event):
+            if event.step == 2:
+                fail_once(event.trainer)
+
+    trainer = quiet_trainer(Scalar(), Counts(), [t(1)] * 4, callbacks=[Fails()], log_every=4)
+    with pytest.raises(RuntimeError):
+        trainer.fit()
+    trainer.fit()
+    assert trainer.history.last("train/n") == (4, 4.0)
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(4, 3 + 2), (1, 3 + 6), (2, 6)])
+def test_another_batch_size_on_resume_still_trains_on_every_sample_of_every_epoch(tmp_path, batch, steps):
+    """Six samples, two epochs, saved after the first one with batch size 2."""
+    ids = []
+
+    class Ids(MeanTask):
+        def build_forward_inputs(self, inputs):
+            ids.extend(inputs.tolist())
+            return super().build_forward_inputs(inputs)
+
+    def make(size, **settings):
+        data = AutoDataProvider([torch.tensor(float(i)) for i in range(6)], size)
+        return quiet_trainer(Scalar(), Ids(), data, optimizer=sgd(0.0), callbacks=[Checkpoint(tmp_path, every=3)], **settings)
+
+    make(2, epochs=1).fit()
+    ids.clear()
+    trainer = make(batch, epochs=2)
+    trainer.fit()
+    assert sorted(ids) == [0, 1, 2, 3, 4, 5] and trainer.step == steps
+
+
+def test_a_save_asked_for_in_an_evaluation_holds_the_weights_and_not_their_average(tmp_path):
+    from trainer_kit.callbacks import EMA, Evaluate
+
+    class SaveBest(Callback):
+        def on_evaluate_end(self, event):
+            event.trainer.save_checkpoint(tmp_path / f"best-{event.trainer.step}")
+
+    trainer = quiet_trainer(
+        Scalar(0.0), MeanTask(), [t(1)] * 2, callbacks=[SaveBest(), EMA(0.5), Evaluate([t(1)], every=2)], optimizer=sgd(1.0)
+    )
+    trainer.fit()
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "best-2" / "rank-00000.safetensors")
+    assert saved["model/w"].item() == trainer.model.w.item() == -2.0
+
+
+def test_extra_state_of_modules_is_saved_and_parameters_that_cannot_be_saved_are_refused(tmp_path):
+    class Counts(Scalar):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, c):
+            self.calls += self.training
+            return super().forward(c)
+
+        def get_extra_state(self):
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state):
+            self.calls = state["calls"]
+
+    for total in (2, 4):
+        trainer = quiet_trainer(Counts(), MeanTask(), [t(1)] * 4, callbacks=[Checkpoint(tmp_path, every=2)], total_steps=total)
+        trainer.fit()
+    assert trainer.model.calls == 4
+
+    class Hides(Scalar):
+        def state_dict(self, *args, **kwargs):
+            return {}
+
+    with pytest.raises(ModelError, match="leaves out 'w'"):
+        quiet_trainer(Hides(), MeanTask(), [t(1)]).build()
+
+
+def test_close_inside_a_fit_is_refused():
+    trainer = quiet_trainer(Scalar(), MeanTask(), [t(1)] * 2, callbacks=[At(0, lambda trainer: trainer.close())])
+    with pytest.raises(StateError, match="close\\(\\) inside fit"):
+        trainer.fit()

@@ -222,3 +222,111 @@ def test_one_process_agrees_with_a_plain_loop_of_torch():
         optimizer.step()
     for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_terms_of_one_name_from_several_layers_add_up():
+    """What is logged is what is minimised: two layers add 4w and 6w with coefficient 0.5, the main loss is 2w."""
+
+    class Adds(Scalar):
+        context = None
+
+        def forward(self, c):
+            self.context.add_loss("router", 4 * self.w, coefficient=0.5)
+            self.context.add_loss("router", 6 * self.w, coefficient=0.5)
+            return super().forward(c)
+
+    model, seen = Adds(1.0), Gradients()
+    trainer = quiet_trainer(model, MeanTask(), [t(2), t(2, 2)], callbacks=[seen], accumulate=2, log_every=1)
+    model.context = trainer.context
+    trainer.fit()
+    assert seen.seen[0]["w"] == 7.0
+    assert trainer.history.last("train/loss")[1] == 7.0 and trainer.history.last("train/router")[1] == 10.0
+
+
+def test_a_recomputed_forward_adds_no_loss_twice():
+    """Activation checkpointing runs the forward again in the backward; the term counts once per microbatch."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.layer.weight)
+
+        def forward(self, x):
+            Block.context.add_loss("penalty", self.layer.weight.sum() * x.mean())
+            return torch.tanh(self.layer(x))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(), Block()])
+
+        def forward(self, c):
+            x = c[:, None]
+            for block in self.blocks:
+                x = block(x)
+            return x.mean()
+
+    gradients = []
+    for setting in (False, True):
+        seen = Gradients()
+        trainer = quiet_trainer(Net(), MeanTask(), [t(1), t(2, 3)], callbacks=[seen], accumulate=2, activation_checkpointing=setting)
+        Block.context = trainer.context
+        trainer.fit()
+        gradients.append(seen.seen[0])
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_a_long_evaluation_sums_in_double_precision():
+    """1e5 losses of 0.1: an fp32 sum is off by 1e-4."""
+    model = Scalar(0.1)
+    value = quiet_trainer(model, MeanTask(), [t(1)]).evaluate([t(1)] * 20_000)["val/loss"]
+    assert value == pytest.approx(float(torch.tensor(0.1)), rel=1e-9)
+
+
+def test_a_weight_that_the_dtype_of_the_loss_rounds_warns():
+    class Half(MeanTask):
+        def build_forward_inputs(self, batch):
+            return ForwardInputs(inputs=batch, weight=257)
+
+        def compute_loss(self, pipeline_results, state):
+            return pipeline_results.bfloat16()
+
+    with pytest.warns(UserWarning, match="loss in fp32"):
+        quiet_trainer(Scalar(), Half(), [t(1)]).fit()
+
+
+def test_floating_inputs_of_a_bf16_model_are_bf16():
+    """`precision="bf16"`: fp32 samples, as data sets have them, are brought to the dtype of the parameters; integers stay."""
+    seen = []
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x, index):
+            seen.append((x.dtype, index.dtype))
+            return self.layer(x)
+
+    class Fit(MeanTask):
+        def build_forward_inputs(self, batch):
+            return ForwardInputs(inputs=batch, weight=1)
+
+        def compute_loss(self, pipeline_results, state):
+            return pipeline_results.float().mean()
+
+    from trainer_kit.optim import StochasticAdamW
+
+    data = [{"x": torch.ones(3, 2), "index": torch.arange(3)}]
+    quiet_trainer(Net(), Fit(), data, precision="bf16", optimizer=StochasticAdamW(lr=1e-3)).fit()
+    assert seen == [(torch.bfloat16, torch.int64)]
+
+
+def test_one_of_several_terms_named_loss_is_refused():
+    class Named(MeanTask):
+        def compute_loss(self, pipeline_results, state):
+            return {"loss": pipeline_results, "aux": pipeline_results}
+
+    with pytest.raises(ConfigurationError, match="name 'loss'"):
+        quiet_trainer(Scalar(), Named(), [t(1)]).fit()

@@ -234,7 +234,7 @@ def build_loop(
     takes_fp32 = bool(getattr(optimizer, "accepts_fp32_gradients", False))
     grad_dtype = DTYPES[config.grad_dtype] or (torch.float32 if takes_fp32 else None)
     gradients = Gradients(model.table.trainable(), grad_dtype=grad_dtype, cast_for_update=not takes_fp32)
-    metrics = metrics_of(recipe.task)
+    metrics = metrics_of(recipe.task, device)
     deferred = device.type != "cpu"
     guard = NonFiniteGuard(gradients, optimizer, config.nonfinite, device=device, deferred=deferred, delay=config.log_delay)
     return TrainingLoop(

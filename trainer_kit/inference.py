@@ -48,7 +48,7 @@ class Inference:
             self.dispatcher.emit(events.EvaluateStart)
             with self._forward_only(data) as stream:
                 limit = self.config.dev_steps or self.config.limit_evaluate_packs
-                values = loop.evaluate(stream, self.model.runner, task, prefix=name, limit=limit)
+                values = loop.evaluate(stream, self.model.runner, task, self.context.device, prefix=name, limit=limit)
             self.dispatcher.emit(events.EvaluateEnd, values=values)
         if f"{name}/loss" not in values:
             raise ConfigurationError("evaluate(data): the data gave no sample that counts, so there is no loss; is it empty or exhausted?")

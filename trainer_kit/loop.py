@@ -19,7 +19,7 @@ from trainer_kit.data import DataStream, Pack
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.gradients import Gradients, NonFiniteGuard
 from trainer_kit.metrics import Metric
-from trainer_kit.metrics.of_task import metrics_of
+from trainer_kit.metrics.of_task import computed, metrics_of
 from trainer_kit.parameters import ParameterTable
 from trainer_kit.pipeline import PackResult, SequentialRunner
 from trainer_kit.records import Records
@@ -136,9 +136,11 @@ class TrainingLoop:
             metric.reset()
 
 
-def evaluate(stream: DataStream, runner: SequentialRunner, task: Task, *, prefix: str, limit: int | None) -> dict[str, float]:
+def evaluate(
+    stream: DataStream, runner: SequentialRunner, task: Task, device: torch.device, *, prefix: str, limit: int | None
+) -> dict[str, float]:
     """The weighted mean losses and the metrics over one pass, as host numbers `<prefix>/<name>`."""
-    result, metrics = PackResult(), metrics_of(task)
+    result, metrics = PackResult(), metrics_of(task, device)
     for pack in _one_pass(stream, limit):
         runner.evaluate_pack(pack, task, metrics, result)
     return {name: float(value) for name, value in with_metrics(result.values(prefix), metrics, prefix).items()}
@@ -146,11 +148,11 @@ def evaluate(stream: DataStream, runner: SequentialRunner, task: Task, *, prefix
 
 def with_metrics(losses: Mapping[str, Any], metrics: Mapping[str, Metric], prefix: str) -> dict[str, Any]:
     """The losses and the computed metrics under their names; a metric may not take the place of a loss term."""
-    computed = {f"{prefix}/{name}": metric.compute() for name, metric in metrics.items()}
-    if both := sorted(losses.keys() & computed.keys()):
+    found = {key: value for name, metric in metrics.items() for key, value in computed(f"{prefix}/{name}", metric).items()}
+    if both := sorted(losses.keys() & found.keys()):
         name = both[0].removeprefix(f"{prefix}/")
         raise ConfigurationError(f"{name!r} is the name of a loss term and of a metric of metrics(); rename one of them")
-    return {**losses, **computed}
+    return {**losses, **found}
 
 
 def predict(stream: DataStream, runner: SequentialRunner, task: Task, *, limit: int | None) -> Iterator[Any]:

@@ -162,6 +162,11 @@ class AutoDataProvider(DataProvider):
         self._ready()
         return num_global_batches(self._num_samples, self._sizes.global_batch_size, self._drop_last)
 
+    def packs_left(self, position: dict[str, Any] | None) -> int | None:
+        self._ready()
+        left = self._num_samples - (position or {}).get("samples", 0)
+        return num_global_batches(max(left, 0), self._sizes.global_batch_size, self._drop_last)
+
     def describe(self) -> dict[str, Any]:
         self._ready()
         per_rank = self._sizes.global_batch_size // self._num_data_ranks

@@ -127,6 +127,10 @@ class IterableDataProvider(DataProvider):
         length = self._length()
         return None if length is None else -(-length // self._accumulate)
 
+    def packs_left(self, position: dict[str, Any] | None) -> int | None:
+        length, done = self._length(), (position or {}).get("microbatches", 0)
+        return None if length is None else -(-max(length - done, 0) // self._accumulate)
+
     def describe(self) -> dict[str, Any]:
         return {
             "provider": type(self).__name__,
