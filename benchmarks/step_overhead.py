@@ -2,10 +2,10 @@
 
     python benchmarks/step_overhead.py [--rounds 40] [--steps 200] [--skip-large] [--no-peers]
 
-Tiny job: in each round every contender makes `--steps` measured steps in turn (`time.process_time`, one torch thread, log_every 50);
-its overhead is the median over the rounds of its time less that of the hand-written loop in the same round. Large job: a decoder of
-10M parameters with 4 microbatches per step, by hand and with trainer_kit in turn; the median of the ratios. Exit status 1 if a limit
-is not met. What the contenders do exactly is in `contenders.py` and `peers.py`; their output goes to a terminal that swallows it.
+Tiny job: in each round every contender makes `--steps` measured steps, right after or before the hand-written loop makes as many
+(`time.process_time`, one torch thread, log_every 50); its overhead is the median over the rounds of the differences within such pairs.
+Large job: a decoder of 10M parameters with 4 microbatches per step, by hand and with trainer_kit; the median of the ratios. Exit
+status 1 if a limit is not met. What the contenders do exactly is in `contenders.py` and `peers.py`; their output goes to a terminal that swallows it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,60 +43,78 @@ class SwallowingTerminal(io.StringIO):
         return len(text)
 
 
-def measure(contenders: Sequence[Any], watch: Stopwatch, rounds: int) -> dict[str, list[float]]:
-    """Seconds per step by name, one value per round. The order turns round, so that none always follows the same one."""
-    found: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    terminal = SwallowingTerminal()
+@dataclass
+class Pair:
+    """Seconds per step of a contender, and of the hand-written loop right before or after it."""
+
+    seconds: float
+    plain: float
+
+
+def measure(plain: Plain, contenders: Sequence[Any], watch: Stopwatch, rounds: int) -> dict[str, list[Pair]]:
+    """The pairs of every contender by name, one per round. Who goes first alternates."""
+    found: dict[str, list[Pair]] = {contender.name: [] for contender in contenders}
     for number in range(rounds + 1):
-        for contender in contenders if number % 2 else reversed(contenders):
-            gc.collect()
-            gc.freeze()  # what other libraries hold would make every collection slower
-            watch.start_round()
-            with contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal):
-                contender.run_round(watch)
+        for contender in contenders:
+            if number % 2:
+                base, seconds = timed_round(plain, watch), timed_round(contender, watch)
+            else:
+                seconds, base = timed_round(contender, watch), timed_round(plain, watch)
             if number:  # the first round warms up
-                found[contender.name].append(watch.seconds_per_step())
+                found[contender.name].append(Pair(seconds, base))
     return found
+
+
+def timed_round(contender: Any, watch: Stopwatch) -> float:
+    """Seconds per step of one round."""
+    terminal = SwallowingTerminal()
+    gc.collect()
+    gc.freeze()  # what other libraries hold would make every collection slower
+    watch.start_round()
+    with contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal):
+        contender.run_round(watch)
+    return watch.seconds_per_step()
+
+
+def median_and_quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, lower and upper quartile."""
+    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return median, low, high
 
 
 def compare_tiny(rounds: int, steps: int, with_peers: bool, folder: Path) -> list[str]:
     """Print the table of the tiny job; returns what is wrong."""
     job = tiny_job(LEAD + steps + 1)
-    contenders = [Plain(job), TrainerKit(job, folder), TrainerKit(job, folder, own_data=True)]
-    num_ours = len(contenders)
+    ours = [TrainerKit(job, folder), TrainerKit(job, folder, own_data=True)]
+    peers = []
     if with_peers:
         from peers import installed_peers
 
-        contenders += installed_peers(job, folder)
-    found = measure(contenders, Stopwatch(LEAD, steps), rounds)
-    plain = found[Plain.name]
+        peers = installed_peers(job, folder)
+    found = measure(Plain(job), [*ours, *peers], Stopwatch(LEAD, steps), rounds)
     print(f"Linear(32, 64), ReLU, Linear(64, 10), batch 16; all at log_every={LOG_EVERY}")
     print(f"{rounds} rounds of {steps} steps each, CPU microseconds per step")
     print(f"{'':32}{'median':>10}{'overhead':>10}{'(quartiles)':>18}")
+    print(f"{Plain.name:32}{statistics.median(pair.plain for pairs in found.values() for pair in pairs) * 1e6:10.1f}")
     overheads = {}
-    for name, seconds in found.items():
-        differences = [(mine - base) * 1e6 for mine, base in zip(seconds, plain, strict=True)]
-        overheads[name] = statistics.median(differences)
-        low, _, high = statistics.quantiles(differences, n=4) if rounds > 1 else (differences[0],) * 3
-        shown = "" if name == Plain.name else f"{overheads[name]:10.1f}{f'({low:.1f} .. {high:.1f})':>18}"
-        print(f"{name:32}{statistics.median(seconds) * 1e6:10.1f}{shown}")
-    names = [contender.name for contender in contenders]
-    ours = max(overheads[name] for name in names[1:num_ours])
-    wrong = [f"trainer_kit adds {ours:.1f} microseconds per step, the limit is {MAX_MICROSECONDS:.0f}"] if ours > MAX_MICROSECONDS else []
-    return wrong + [f"trainer_kit adds more than {name}" for name in names[num_ours:] if overheads[name] <= ours]
+    for name, pairs in found.items():
+        overheads[name], low, high = median_and_quartiles([(pair.seconds - pair.plain) * 1e6 for pair in pairs])
+        median = statistics.median(pair.seconds for pair in pairs) * 1e6
+        print(f"{name:32}{median:10.1f}{overheads[name]:10.1f}{f'({low:.1f} .. {high:.1f})':>18}")
+    most = max(overheads[contender.name] for contender in ours)
+    wrong = [f"trainer_kit adds {most:.1f} microseconds per step, the limit is {MAX_MICROSECONDS:.0f}"] if most > MAX_MICROSECONDS else []
+    return wrong + [f"trainer_kit adds more than {peer.name}" for peer in peers if overheads[peer.name] <= most]
 
 
 def compare_large(rounds: int, steps: int, config: DecoderConfig, sequences: int, length: int, folder: Path) -> list[str]:
-    """Print the line of the large job; returns what is wrong."""
+    """Print the table of the large job; returns what is wrong."""
     job = transformer_job(2 + steps, config, sequences, length)
-    found = measure([Plain(job), TrainerKit(job, folder / "large")], Stopwatch(1, steps), rounds)
-    ratios = [mine / base for mine, base in zip(found["trainer_kit"], found[Plain.name], strict=True)]
-    ratio = statistics.median(ratios)
-    low, _, high = statistics.quantiles(ratios, n=4) if rounds > 1 else (ratio,) * 3
+    pairs = measure(Plain(job), [TrainerKit(job, folder / "large")], Stopwatch(1, steps), rounds)["trainer_kit"]
+    ratio, low, high = median_and_quartiles([pair.seconds / pair.plain for pair in pairs])
     print(f"Decoder, {config.num_parameters / 1e6:.1f}M parameters, 4 microbatches of {sequences} x {length} tokens; log_every={LOG_EVERY}")
     print(f"{rounds} rounds of {steps} steps each, CPU milliseconds per step")
-    for name, seconds in found.items():
-        print(f"{name:32}{statistics.median(seconds) * 1e3:10.2f}")
+    print(f"{Plain.name:32}{statistics.median(pair.plain for pair in pairs) * 1e3:10.2f}")
+    print(f"{'trainer_kit':32}{statistics.median(pair.seconds for pair in pairs) * 1e3:10.2f}")
     print(f"{'ratio':32}{ratio:10.4f}{'':10}{f'({low:.4f} .. {high:.4f})':>18}")
     return [f"trainer_kit takes {ratio:.4f} of the hand-written loop, the limit is {MAX_RATIO}"] if ratio > MAX_RATIO else []
 

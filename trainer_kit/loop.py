@@ -90,8 +90,8 @@ class TrainingLoop:
         emit(events.ForwardBackwardEnd, step=index)
 
         # The gradients are sums until here; nothing may read them before the one division.
-        gradients.finish(result.weight)
-        self.guard.inspect(watch=self.dispatcher.listens(events.GradientsReady))
+        gradients.finish(result.weight, self.guard.flag())
+        self.guard.watch(self.dispatcher.listens(events.GradientsReady))
         if record:
             gradients.check_trainable(self.table)
             self.records.log("optim/grad_norm", gradients.norm())  # before the clipping changes it

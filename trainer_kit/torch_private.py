@@ -28,12 +28,18 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def flag_non_finite(tensors: list[torch.Tensor], flag: torch.Tensor) -> None:
-    """Set `flag` (one float32 element) to 1 if any element is inf or nan; all tensors of one device and dtype.
+def multiply_and_flag_non_finite(tensors: list[torch.Tensor], factor: torch.Tensor, flag: torch.Tensor) -> None:
+    """Multiply by `factor` and set `flag` to 1 if any element is inf or nan, in one pass; all tensors of one device and dtype.
 
-    `torch.amp.GradScaler` uses the same kernel. The public way (a norm per tensor, stacked) costs five times as much for small models.
+    `factor` and `flag` are float32 elements on that device. `torch.amp.GradScaler` uses the same kernel. The public way (a norm per
+    tensor, stacked) costs five times as much for small models.
     """
-    torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones_like(flag))
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
+
+
+def cpu_float_view(tensor: torch.Tensor) -> ctypes.c_float:
+    """The memory of a one-element float32 CPU tensor: its `value` is read and set without torch. The tensor must stay alive."""
+    return ctypes.c_float.from_address(tensor.data_ptr())
 
 
 _CTYPES: dict[torch.dtype, Any] = {

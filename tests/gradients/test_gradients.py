@@ -48,11 +48,14 @@ def test_the_norm_is_computed_once_and_follows_a_scaling(monkeypatch):
     assert gradients.norm() == 2.5 and len(calls) == 1
 
 
-def test_dividing_is_exact():
-    """49 times a rounded 1/49 is not 1; the division is a division."""
-    model, gradients = with_gradients(t(49, 98))
-    gradients.finish(49)
-    assert torch.equal(model[0].grad, t(1, 2))
+@pytest.mark.parametrize("weight", [49, 64, 3, 1, 0.5, torch.tensor(49)])
+@pytest.mark.parametrize("flagged", [False, True])
+def test_dividing_is_exact(weight, flagged):
+    """49 times a rounded 1/49 is not 1; the division is a division, with the finite check in the same pass or without."""
+    values = torch.randn(1000) * torch.logspace(-40, 30, 1000)
+    model, gradients = with_gradients(values, t(49, 98))
+    gradients.finish(weight, torch.zeros(()) if flagged else None)
+    assert torch.equal(model[0].grad, values / weight) and torch.equal(model[1].grad, t(49, 98) / weight)
 
 
 def test_a_parameter_that_nothing_used_has_a_zero_gradient():
@@ -288,8 +291,7 @@ class TestDeferred:
     def step(self, model, gradients, guard, optimizer, index, value):
         for parameter in model:
             parameter.grad = torch.full_like(parameter, value)
-        gradients.finish(1)
-        guard.inspect(watch=False)
+        gradients.finish(1, guard.flag())
         permitted = guard.permits(index, 1)
         if permitted:
             optimizer.step()
@@ -322,8 +324,7 @@ class TestDeferred:
         guard = NonFiniteGuard(gradients, optimizer, "error", device=torch.device("cpu"), deferred=True, delay=1)
         model[0].data.fill_(2.0)
         model[0].grad = t(0)
-        gradients.finish(torch.tensor(0))
-        guard.inspect(watch=False)
+        gradients.finish(torch.tensor(0), guard.flag())
         assert guard.permits(0, torch.tensor(0))
         optimizer.step()
         assert model[0].item() == 2.0

@@ -15,7 +15,7 @@ import torch
 
 from trainer_kit.exceptions import ModelError
 from trainer_kit.parameters import ParameterRow
-from trainer_kit.torch_private import fingerprint, flag_non_finite, read_cpu_scalar
+from trainer_kit.torch_private import fingerprint, multiply_and_flag_non_finite, read_cpu_scalar
 
 
 class Gradients:
@@ -33,6 +33,8 @@ class Gradients:
         self._members: list[list[torch.nn.Parameter]] = []  # parameters whose gradients share device and dtype
         self._groups: list[list[torch.Tensor]] = []
         self._norms: dict[float, torch.Tensor] = {}
+        self._kept_weight: float | None = None
+        self._kept_inverse = torch.empty(0)
         self._known: tuple[int, ...] = ()  # the gradients to which the norms belong
         self._set_grad_dtype(self._parameters)
 
@@ -42,21 +44,43 @@ class Gradients:
                 if parameter.dtype.itemsize < self._grad_dtype.itemsize:
                     parameter.grad_dtype = self._grad_dtype
 
-    def finish(self, weight: float | torch.Tensor) -> None:
-        """Divide by the weight of the pack. A parameter that nothing used has a zero gradient, as on every mesh."""
+    def finish(self, weight: float | torch.Tensor, flag: torch.Tensor | None = None) -> None:
+        """Divide by the weight of the pack. A parameter that nothing used has a zero gradient, as on every mesh.
+
+        flag: a float32 element that becomes 1 if a gradient is not finite; None: not asked for.
+        """
         self._norms = {}
+        self._collect()
+        if isinstance(weight, torch.Tensor):
+            weight = torch.where(weight == 0, 1, weight)
+        # For a power of two the product with the inverse is the quotient bit by bit, and costs no pass over the memory of its own.
+        exact = None if isinstance(weight, torch.Tensor) or math.frexp(weight)[0] not in (0.5, 0.0) else weight
+        for group in self._groups:
+            if flag is not None and exact is not None and group[0].dtype.itemsize <= 4:
+                multiply_and_flag_non_finite(group, self._inverse(exact, flag), flag)
+                continue
+            if isinstance(weight, torch.Tensor) or weight not in (0, 1):
+                torch._foreach_div_(group, weight)
+            if flag is not None:
+                multiply_and_flag_non_finite(group, self._inverse(1, flag), flag)
+
+    def _collect(self) -> None:
+        if self._members:
+            self._look_up()
+            if not any(gradient is None for group in self._groups for gradient in group):
+                return
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         if not self._members:
             self._group()
         self._look_up()
-        if isinstance(weight, torch.Tensor):
-            weight = torch.where(weight == 0, 1, weight)
-        elif weight in (0, 1):
-            return
-        for group in self._groups:
-            torch._foreach_div_(group, weight)
+
+    def _inverse(self, weight: float, like: torch.Tensor) -> torch.Tensor:
+        """1 / weight as a float32 element on the device of the flag; the last one is kept, as a weight seldom changes."""
+        if weight != self._kept_weight or self._kept_inverse.device != like.device:
+            self._kept_inverse, self._kept_weight = torch.full_like(like, 1 / (weight or 1)), weight
+        return self._kept_inverse
 
     def _look_up(self) -> None:
         self._groups = [[parameter.grad for parameter in members] for members in self._members]  # type: ignore[misc]
@@ -129,7 +153,7 @@ class Gradients:
     def flag_non_finite(self, flag: torch.Tensor) -> None:
         """Set `flag` to 1 if any gradient is not finite."""
         for group in self._groups:
-            flag_non_finite(group, flag)
+            multiply_and_flag_non_finite(group, torch.ones_like(flag), flag)
 
     def names_in_groups(self) -> list[str]:
         """Names in the order of `norm_per_parameter`."""

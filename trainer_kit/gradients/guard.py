@@ -16,7 +16,7 @@ import torch
 from trainer_kit.exceptions import NonFiniteError
 from trainer_kit.gradients.accumulated import Gradients
 from trainer_kit.records import Deferred
-from trainer_kit.torch_private import read_cpu_scalar, takes_found_inf
+from trainer_kit.torch_private import cpu_float_view, read_cpu_scalar, takes_found_inf
 
 logger = logging.getLogger("trainer_kit")
 
@@ -38,19 +38,25 @@ class NonFiniteGuard:
         self._fused = takes_found_inf(optimizer)
         self._sticky = deferred and policy == "error"  # after a bad step nothing is updated until the host knows
         self._flag = torch.zeros((), dtype=torch.float32, device=device)
+        self._host_flag = cpu_float_view(self._flag) if device.type == "cpu" and not self._sticky else None
         self._watching = False
         self._pending: deque[tuple[int, Deferred, torch.Tensor, list[str]]] = deque()
         self.num_skipped = 0
 
-    def inspect(self, *, watch: bool) -> None:
-        """Look at the gradients before anybody may change them. watch: somebody may, so that `permits` has to look again."""
+    def flag(self) -> torch.Tensor | None:
+        """The element that `Gradients.finish` raises if a gradient is not finite; None if nobody asks."""
         if self._policy == "ignore":
-            return
-        if not self._sticky:
+            return None
+        if self._host_flag is not None:
+            self._host_flag.value = 0.0
+        elif not self._sticky:
             self._flag.zero_()
-        self._gradients.flag_non_finite(self._flag)
-        self._watching = watch
-        if watch:
+        return self._flag
+
+    def watch(self, watch: bool) -> None:
+        """Whether somebody may change the gradients from now on, so that `permits` has to look again."""
+        self._watching = watch and self._policy != "ignore"
+        if self._watching:
             self._gradients.watch()
 
     def permits(self, step: int, weight: float | torch.Tensor) -> bool:
@@ -65,7 +71,7 @@ class NonFiniteGuard:
         if self._sticky:
             self._check_later(step, weight)
             return True
-        if _host_value(self._flag) == 0:
+        if (_host_value(self._flag) if self._host_flag is None else self._host_flag.value) == 0:
             return True
         if self._policy == "error":
             self._raise(step, self._gradients.norm_per_parameter(1.0), self._gradients.names_in_groups())

@@ -77,6 +77,8 @@ class SharedWeights:
             (name, returned), *others = returned.items()
         loss, weight = self._main(index, returned)
         terms = [Term(name, loss, weight, weight)]
+        if not others and not added:
+            return terms
         terms += [Term(other, _without_weight(other, value), weight, weight) for other, value in others]
         terms += [Term(extra.name, extra.value, weight, weight * extra.coefficient, extra.coefficient) for extra in added]
         return terms
