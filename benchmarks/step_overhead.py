@@ -5,7 +5,8 @@
 Tiny job: in each round every contender makes `--steps` measured steps, right after or before the hand-written loop makes as many
 (`time.process_time`, one torch thread, log_every 50); its overhead is the median over the rounds of the differences within such pairs.
 Large job: a decoder of 10M parameters with 4 microbatches per step, by hand and with trainer_kit; the median of the ratios. Exit
-status 1 if a limit is not met. What the contenders do exactly is in `contenders.py` and `peers.py`; their output goes to a terminal that swallows it.
+status 1 if a limit is not met. What the contenders do exactly is in `contenders.py` and `peers.py`. What they print goes to a terminal
+that swallows it.
 """
 
 from __future__ import annotations

@@ -549,3 +549,30 @@ def test_close_inside_a_fit_is_refused():
     trainer = quiet_trainer(Scalar(), MeanTask(), [t(1)] * 2, callbacks=[At(0, lambda trainer: trainer.close())])
     with pytest.raises(StateError, match="close\\(\\) inside fit"):
         trainer.fit()
+
+
+def test_a_refused_resume_leaves_the_model_as_it_was(tmp_path):
+    from trainer_kit.exceptions import CheckpointError
+    from trainer_kit.optim import AdamW
+
+    def make(optimizer):
+        return quiet_trainer(Scalar(), MeanTask(), [t(1)] * 4, callbacks=[Checkpoint(tmp_path, every=2)], optimizer=optimizer)
+
+    make(sgd(1.0)).fit()
+    trainer = make(AdamW(lr=1.0))
+    with pytest.raises(CheckpointError, match="SGD.*AdamW"):
+        trainer.fit()
+    assert trainer.model.w.item() == 1.0 and trainer.step == 0
+
+
+def test_state_that_cannot_be_saved_is_found_before_the_first_step(tmp_path):
+    from trainer_kit.exceptions import CheckpointError
+
+    class Keeps(Callback):
+        def state_dict(self):
+            return {"when": timedelta(1)}
+
+    trainer = quiet_trainer(Scalar(), MeanTask(), [t(1)] * 4, callbacks=[Keeps(), Checkpoint(tmp_path, every=2)])
+    with pytest.raises(CheckpointError, match="callbacks/Keeps/when"):
+        trainer.fit()
+    assert trainer.step == 0 and list(tmp_path.iterdir()) == []

@@ -45,6 +45,7 @@ class Fitting:
                 say(f"nothing to do: {done}; fit(total_steps=...) extends the run", self.context)
                 return
             self.training.loop.gradients.check_trainable(self.model.table)
+            self.saving.check_state()
             self.saving.prepare()
         self._run_steps(resumed)
 

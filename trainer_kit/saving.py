@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trainer_kit import events
 from trainer_kit.callback import Dispatcher
-from trainer_kit.checkpoint import CheckpointFolder, CheckpointSaver
+from trainer_kit.checkpoint import CheckpointFolder, CheckpointSaver, newest_path
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.records import Records
 from trainer_kit.training_state import PARTS, TrainingState
@@ -60,14 +60,21 @@ class Saving:
     def prepare(self) -> None:
         """Before the first step: refuse folders of another run, and set aside what lies ahead of the step from which this run goes on."""
         for folder in self.folders:
-            valid = folder.list_valid()
-            if valid:
-                self.state.check_identity(folder.path_for(valid[-1].step))
+            newest = folder.find_newest().saved
+            if newest is not None:
+                self.state.check_identity(folder.path_for(newest.step))
+            removed = folder.remove_incomplete()
+            if removed:
+                logger.warning("removed what killed saves left in %s: %s", folder.path(), ", ".join(removed))
             aside = folder.set_aside(self.state.loop.run.step)
             if aside:
                 logger.warning("checkpoints of later steps were renamed, so that none is resumed by mistake: %s", ", ".join(aside))
 
+    def check_state(self) -> None:
+        """Raise CheckpointError now if some state cannot be saved, rather than at the first save, hours later. Copies nothing."""
+        if self.folders:
+            self.state.collect()
+
     def newest(self) -> str | None:
         """The newest valid checkpoint in the folders of the run; None if there is none."""
-        found = [(saved.step, folder.path_for(saved.step)) for folder in self.folders if (saved := folder.newest()) is not None]
-        return max(found)[1] if found else None
+        return newest_path(self.folders)

@@ -21,7 +21,7 @@ from trainer_kit.exceptions import ConfigurationError, nearest
 from trainer_kit.loop import TrainingLoop
 from trainer_kit.optim.group_values import group_values, load_group_values
 from trainer_kit.optim.materialize import materialize_state
-from trainer_kit.optim.state import load_optimizer_state, optimizer_tensors, optimizer_values
+from trainer_kit.optim.state import check_optimizer_state, load_optimizer_state, optimizer_tensors, optimizer_values
 from trainer_kit.parameters import ParameterTable
 from trainer_kit.random_state import RandomStreams
 from trainer_kit.task import Task
@@ -90,6 +90,7 @@ class TrainingState:
             chosen = (*chosen, "modules")
         if "optimizer" in chosen:
             materialize_state(self.loop.optimizer)
+            self._check_optimizer(manifest)  # before anything is loaded: a refused resume leaves the model as it was
         templates = self._templates(manifest, chosen)
         values = load(path, templates, prefixes=[f"{part}/" for part in chosen], manifest=manifest, verify=verify)
         found = {part: unflatten_state(templates, values[part]) for part in (*chosen, "progress")}
@@ -99,6 +100,11 @@ class TrainingState:
     def check_identity(self, path: str) -> list[str]:
         """Raise CheckpointError if the checkpoint at `path` is of another run; returns a line for each other difference."""
         return check_identity(read_manifest(path).identity, self.identity, path)
+
+    def _check_optimizer(self, manifest: Manifest) -> None:
+        prefix = "optimizer/tensors/"
+        shapes = {name.removeprefix(prefix): record.shape for name, record in manifest.tensors.items() if name.startswith(prefix)}
+        check_optimizer_state(self.loop.optimizer, self.table.names(), shapes, unflatten_state({}, manifest.values["optimizer"]["values"]))
 
     def _templates(self, manifest: Manifest, chosen: Sequence[str]) -> dict[str, torch.Tensor]:
         """Live tensors to load into where they fit; new ones where only the file knows the shape, or the saved dtype differs."""
