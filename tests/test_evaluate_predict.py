@@ -136,7 +136,7 @@ BOTH = {
 
 @pytest.mark.parametrize("name", BOTH)
 def test_the_very_data_that_is_being_read_can_be_evaluated(name):
-    """Issue 2, part 11: an evaluation changes nothing of the data position, also when it reads from the same object."""
+    """An evaluation changes nothing of the data position, also when it reads from the same object."""
 
     def run(evaluates: bool) -> list[list[int]]:
         seen, data = [], BOTH[name]()
@@ -255,7 +255,7 @@ def test_the_result_is_that_of_one_big_batch(size, micro):
 
 @pytest.mark.parametrize("metric", [Accuracy, Mean])
 def test_counts_are_divided_in_double_precision(metric):
-    """Issue 2, part 4: counts add up as exact integers; their quotient is that of Python, not one of float32."""
+    """Counts add up as exact integers; their quotient is that of Python, not one of float32."""
     x = torch.eye(3)[torch.tensor([0, 1, 2, 0, 1, 2, 0])]
     y = torch.tensor([0, 1, 2, 1, 2, 0, 1])
     arguments = {Accuracy: lambda out, target: (out, target), Mean: lambda out, target: ((out.argmax(1) == target).long(),)}[metric]

@@ -223,7 +223,7 @@ def test_anything_with_update_compute_and_reset_is_a_metric():
 
 
 def test_a_metric_of_torchmetrics_is_accepted_and_survives_a_resume(tmp_path):
-    """Issue 2, part 4: its state, which it keeps to itself unless asked, is in the checkpoint."""
+    """Its state, which it keeps to itself unless asked, is in the checkpoint."""
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class WithTheirs(MeanTask):
