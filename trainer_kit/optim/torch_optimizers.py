@@ -54,65 +54,44 @@ class GroupedSettings(Settings, OptimizerProvider):
         return self.model_dump(mode="json")
 
 
-class AdamW(GroupedSettings):
+class AdamSettings(GroupedSettings):
+    """What Adam and AdamW share; `made` is the optimizer of torch."""
+
+    elementwise: ClassVar[bool] = True
+    made: ClassVar[type[torch.optim.Adam]]
+    lr: float = Field(default=1e-3, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, ge=0)
+    amsgrad: bool = False
+    kernel: Kernel = "auto"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_betas(self.betas)
+        return self
+
+    def build(self, parameters: NamedParameters) -> torch.optim.Optimizer:
+        check_dtypes(type(self).__name__, parameters)
+        arguments: dict[str, Any] = kernel_arguments(self.kernel, self.made, parameters)
+        groups = self.param_groups(parameters)
+        return self.made(
+            groups, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, amsgrad=self.amsgrad, **arguments
+        )
+
+
+class AdamW(AdamSettings):
     """torch.optim.AdamW (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101)."""
 
-    elementwise: ClassVar[bool] = True
+    made: ClassVar[type[torch.optim.Adam]] = torch.optim.AdamW
     name: Literal["adamw"] = "adamw"
-    lr: float = Field(default=1e-3, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, ge=0)
     weight_decay: float = Field(default=0.01, ge=0)
-    amsgrad: bool = False
-    kernel: Kernel = "auto"
-
-    @model_validator(mode="after")
-    def _check(self) -> AdamW:
-        check_betas(self.betas)
-        return self
-
-    def build(self, parameters: NamedParameters) -> torch.optim.Optimizer:
-        check_dtypes("AdamW", parameters)
-        arguments: dict[str, Any] = kernel_arguments(self.kernel, torch.optim.AdamW, parameters)
-        return torch.optim.AdamW(
-            self.param_groups(parameters),
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            amsgrad=self.amsgrad,
-            **arguments,
-        )
 
 
-class Adam(GroupedSettings):
+class Adam(AdamSettings):
     """torch.optim.Adam (Kingma and Ba, https://arxiv.org/abs/1412.6980); its weight decay is added to the gradient."""
 
-    elementwise: ClassVar[bool] = True
+    made: ClassVar[type[torch.optim.Adam]] = torch.optim.Adam
     name: Literal["adam"] = "adam"
-    lr: float = Field(default=1e-3, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = Field(default=1e-8, ge=0)
-    amsgrad: bool = False
-    kernel: Kernel = "auto"
-
-    @model_validator(mode="after")
-    def _check(self) -> Adam:
-        check_betas(self.betas)
-        return self
-
-    def build(self, parameters: NamedParameters) -> torch.optim.Optimizer:
-        check_dtypes("Adam", parameters)
-        arguments: dict[str, Any] = kernel_arguments(self.kernel, torch.optim.Adam, parameters)
-        return torch.optim.Adam(
-            self.param_groups(parameters),
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            amsgrad=self.amsgrad,
-            **arguments,
-        )
 
 
 class SGD(GroupedSettings):
