@@ -24,15 +24,20 @@ def test_one_process_has_no_mesh():
 
 
 def test_added_losses_are_taken_once_in_order():
+    """Those of one name add up; outside of a forward nothing is collected."""
     place = context()
-    first, second = torch.ones(()), torch.zeros(())
-    place.add_loss("router", first, coefficient=0.5)
-    place.add_loss("z", second)
-    assert [(added.name, added.coefficient) for added in place.take_losses()] == [("router", 0.5), ("z", 1.0)]
+    place.add_loss("outside", torch.ones(()))
+    place.collect_losses()
+    for name, value, coefficient in (("router", 1.0, 0.5), ("z", 2.0, 1.0), ("router", 4.0, 0.5), ("z", 8.0, 3.0)):
+        place.add_loss(name, torch.tensor(value), coefficient)
+    taken = place.take_losses()
+    assert [(added.name, added.value.item(), added.coefficient) for added in taken] == [("router", 5.0, 0.5), ("z", 26.0, 1.0)]
+    place.add_loss("outside", torch.ones(()))
     assert place.take_losses() == []
 
 
 def test_two_contexts_share_nothing():
     one, other = context(), context()
+    one.collect_losses()
     one.add_loss("router", torch.ones(()))
     assert other.take_losses() == []
