@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit.callback import Callback
@@ -70,6 +69,8 @@ class SpikeGuard(Callback):
             return True
         if len(self._values) < _MIN_RECORDS:
             return False
+        from statistics import median  # here, as it is not light
+
         middle = median(self._values)
         deviation = _MAD_TO_SIGMA * median(abs(v - middle) for v in self._values)
         return value - middle > self.threshold * max(deviation, 1e-3 * abs(middle))

@@ -158,7 +158,7 @@ MAY_IMPORT = {
 }
 EDGE = {  # where everything is wired: may import anything
     "__init__", "assembly", "default_callbacks", "description", "environment", "fitting", "inference", "lifecycle",
-    "run_length", "run_state", "saving", "trainer", "training_state",
+    "quick_import", "run_length", "run_state", "saving", "trainer", "training_state",
 }  # fmt: skip
 CALLBACKS_MAY_IMPORT = {
     f"trainer_kit.{name}" for name in ("callback", "checkpoint.folder", "data", "exceptions", "storage")

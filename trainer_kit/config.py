@@ -40,7 +40,7 @@ class TrainerConfig(BaseModel):
     run_name: name of the run in checkpoints and logs.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     total_steps: int | None = Field(default=None, ge=0)
     epochs: int | None = Field(default=None, ge=1)

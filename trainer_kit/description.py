@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -58,6 +57,8 @@ class Description:
         )
 
     def _repr_html_(self) -> str:
+        import html
+
         parts = []
         for title, rows in self.sections.items():
             body = "".join(

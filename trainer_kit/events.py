@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from trainer_kit.trainer import Trainer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Event:
     """Something that happened in a run. Subclass it for events of your own and `trainer.emit(MyEvent(trainer=trainer))`."""
 
@@ -62,32 +62,32 @@ def method_name(event_type: type[Event]) -> str:
 # ---- build
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuildStart(Event):
     """Nothing exists yet but the settings."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DataReady(Event):
     """The data provider is bound to the context."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelReady(Event):
     """The stages are built, initialised and loaded; the parameter table exists."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OptimizerReady(Event):
     """`trainer.optimizer` exists."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LRSchedulerReady(Event):
     """`trainer.lr_scheduler` exists, or is None because there is none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuildEnd(Event):
     """Everything is built. `durations` holds the seconds of each part, by name."""
 
@@ -97,7 +97,7 @@ class BuildEnd(Event):
 # ---- fit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointLoaded(Event):
     """A training checkpoint was restored; `step` is the number of finished steps it holds, `parts` what was taken from it."""
 
@@ -106,7 +106,7 @@ class CheckpointLoaded(Event):
     parts: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FitStart(Event):
     """The steps begin. `resumed` says whether a checkpoint was loaded for this fit.
 
@@ -117,33 +117,33 @@ class FitStart(Event):
     settings: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpochStart(Event):
     """A pass over the data begins (or is entered in the middle, after a resume)."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepEvent(Event):
     """An event of the running step; `step` is its index, from 0."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepStart(StepEvent):
     """The pack is here: its microbatches, on the device. Keep no reference to them after the event."""
 
     microbatches: Sequence[Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardBackwardStart(StepEvent):
     """The first forward is next."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicrobatchEnd(StepEvent):
     """Forward and backward of one microbatch are done. `loss` is detached, of its own microbatch, and on the device."""
 
@@ -151,12 +151,12 @@ class MicrobatchEnd(StepEvent):
     loss: torch.Tensor | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardBackwardEnd(StepEvent):
     """All microbatches are done; gradients are not divided yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GradientsReady(StepEvent):
     """Gradients are complete. `grad_norm(p=2.0)` gives their norm as a device tensor, computed once for all who ask.
 
@@ -167,24 +167,24 @@ class GradientsReady(StepEvent):
     scale: Callable[[torch.Tensor | float], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BeforeOptimizerStep(StepEvent):
     """The update is next."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OptimizerStep(StepEvent):
     """The update was made."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepEnd(StepEvent):
     """The step is finished: `trainer.step == event.step + 1`. `skipped`: no update was made."""
 
     skipped: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Metrics(Event):
     """Host values of one step. `step` counts finished steps; `values` may be edited before the loggers see it."""
 
@@ -192,14 +192,14 @@ class Metrics(Event):
     values: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpochEnd(Event):
     """A pass over the data is complete."""
 
     epoch: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FitEnd(Event):
     """The steps are over, in order. `reason` is None at the planned end, else what `stop(reason)` was given.
 
@@ -213,7 +213,7 @@ class FitEnd(Event):
 # ---- checkpoints
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointStart(Event):
     """A training checkpoint is about to be taken at `step` finished steps."""
 
@@ -221,7 +221,7 @@ class CheckpointStart(Event):
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CheckpointSaved(Event):
     """A training checkpoint is durable."""
 
@@ -232,24 +232,24 @@ class CheckpointSaved(Event):
 # ---- other loops
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EvaluateStart(Event):
     """An evaluation begins, inside `fit` or not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EvaluateEnd(Event):
     """An evaluation is done; `values` is what `evaluate` returns."""
 
     values: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PredictStart(Event):
     """A prediction begins."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PredictEnd(Event):
     """A prediction is done."""
 
@@ -257,7 +257,7 @@ class PredictEnd(Event):
 # ---- failure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunException(Event):
     """The error that ends a fit, or an evaluation or prediction outside of one; it is raised unchanged afterwards.
 

@@ -21,7 +21,7 @@ class MeshStrategy(BaseModel):
     `device` is a device or its type, such as "cpu"; None takes the accelerator if there is one. A given name always wins.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     pp: int = 1
     dp_replicate: int = -1

@@ -43,7 +43,7 @@ class Muon(GroupedSettings):
     num_newton_schulz: int = Field(default=5, ge=1, lt=100)
     eps: float = Field(default=1e-7, gt=0)
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
-    rest: Annotated[AdamW | StochasticAdamW, Field(discriminator="name")] = AdamW()
+    rest: Annotated[AdamW | StochasticAdamW, Field(discriminator="name")] = Field(default_factory=AdamW)
     rest_patterns: tuple[str, ...] = ()
 
     def build(self, parameters: NamedParameters) -> torch.optim.Optimizer:

@@ -28,7 +28,7 @@ def settings_error(owner: str, problems: Iterable[tuple[tuple[str, ...], str]]) 
 class Settings(BaseModel):
     """Settings that never change after construction."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)  # built at the first use: a light import
 
     def __init__(self, **data: Any) -> None:
         try:
