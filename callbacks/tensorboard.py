@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer_kit.callback import Callback
@@ -15,7 +16,7 @@ from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.storage import Folder
 
 if TYPE_CHECKING:
-    from trainer_kit.events import FitStart, Metrics
+    from trainer_kit.events import CheckpointStart, FitStart, Metrics
 
 
 class TensorBoard(Callback):
@@ -25,7 +26,8 @@ class TensorBoard(Callback):
     name: the key of this callback; give another one to a second TensorBoard.
     writer: torch's SummaryWriter during a fit on the main rank, else None.
 
-    The settings of the run are written once, as text. Records are flushed as they come, so the files are readable after any end.
+    The settings of the run are written once, as text. Records are flushed every second, before a save and at the end, so a run that is
+    killed and goes on misses none.
     """
 
     is_logger: ClassVar[bool] = True
@@ -36,6 +38,7 @@ class TensorBoard(Callback):
         self._folder = Folder(folder)
         self.name = name
         self.writer: Any = None
+        self._next_flush = 0.0
 
     @property
     def state_key(self) -> str:
@@ -62,7 +65,16 @@ class TensorBoard(Callback):
             # One event for the whole record; add_scalar, with one event per name, costs several times as much.
             values = [Summary.Value(tag=name, simple_value=value) for name, value in event.values.items()]
             self.writer.file_writer.add_summary(Summary(value=values), event.step)
-            self.writer.flush()
+            if time.monotonic() >= self._next_flush:
+                self._flush()
+
+    def on_checkpoint_start(self, event: CheckpointStart) -> None:
+        if self.writer is not None:
+            self._flush()  # a run that is killed and goes on from here misses no record
+
+    def _flush(self) -> None:
+        self.writer.flush()
+        self._next_flush = time.monotonic() + 1.0
 
     def close(self) -> None:
         if self.writer is not None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_host_synchronisations_need_a_device_that_tells_them():
 
 @pytest.mark.parametrize(("precision", "expected"), [("fp32", torch.float32), ("bf16", torch.float32), ("bf16-mixed", torch.bfloat16)])
 def test_autocast_is_on_for_mixed_precision_alone(precision, expected):
-    with make_autocast(precision, CPU)():
+    with (make_autocast(precision, CPU) or nullcontext)():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == expected
     assert not torch.is_autocast_enabled("cpu")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -68,10 +68,10 @@ def check_host_sync_support(wanted: bool, device: torch.device) -> None:
         )
 
 
-def make_autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """What forwards and losses run in: bf16 autocast for "bf16-mixed", nothing else."""
+def make_autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[object]] | None:
+    """What forwards and losses run in: bf16 autocast for "bf16-mixed", None for the others."""
     if precision != "bf16-mixed":
-        return nullcontext
+        return None
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
 
 

@@ -21,10 +21,11 @@ from trainer_kit.gradients import Gradients, NonFiniteGuard
 from trainer_kit.metrics import Metric
 from trainer_kit.metrics.of_task import computed, metrics_of
 from trainer_kit.parameters import ParameterTable
-from trainer_kit.pipeline import PackResult, SequentialRunner
+from trainer_kit.pipeline import LossSums, SequentialRunner
 from trainer_kit.records import Records
 from trainer_kit.run_state import Requests, RunState
 from trainer_kit.task import Task
+from trainer_kit.torch_private import step_optimizer
 
 
 @dataclass
@@ -81,29 +82,31 @@ class TrainingLoop:
         """One optimizer step on one pack."""
         run, emit, gradients = self.run, self.dispatcher.emit, self.gradients
         index = run.step
-        self.before = {name: metric.state_dict() for name, metric in self.metrics.items() if isinstance(metric, Metric)}
+        if self.metrics:
+            self.before = {name: metric.state_dict() for name, metric in self.metrics.items() if isinstance(metric, Metric)}
         record = self.records.due(index + 1) or index + 1 == run.total_steps
         emit(events.StepStart, step=index, microbatches=pack.microbatches)
 
         emit(events.ForwardBackwardStart, step=index)
-        result = self.runner.run_pack(pack, self.task, self.metrics, record=record, on_microbatch=self._microbatch_listener(index))
+        losses = LossSums() if record else None
+        weight = self.runner.run_pack(pack, self.task, self.metrics, losses=losses, on_microbatch=self._microbatch_listener(index))
         emit(events.ForwardBackwardEnd, step=index)
 
         # The gradients are sums until here; nothing may read them before the one division.
-        gradients.finish(result.weight, self.guard.flag())
+        gradients.finish(weight, self.guard.flag())
         self.guard.watch(self.dispatcher.listens(events.GradientsReady))
         if record:
             gradients.check_trainable(self.table)
             self.records.log("optim/grad_norm", gradients.norm())  # before the clipping changes it
         emit(events.GradientsReady, step=index, grad_norm=gradients.norm, scale=gradients.scale)
 
-        update = self.guard.permits(index, result.weight)
-        if record:
-            self._log_step(result)  # before the LR schedule moves on: the lr of this step
+        update = self.guard.permits(index, weight)
+        if losses is not None:
+            self._log_step(losses)  # before the LR schedule moves on: the lr of this step
         if update:
             emit(events.BeforeOptimizerStep, step=index)
             gradients.cast_for_update()
-            self.optimizer.step()
+            step_optimizer(self.optimizer)
             emit(events.OptimizerStep, step=index)
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
@@ -127,9 +130,9 @@ class TrainingLoop:
             return None
         return lambda index, loss: self.dispatcher.emit(events.MicrobatchEnd, step=step, microbatch=index, loss=loss)
 
-    def _log_step(self, result: PackResult) -> None:
+    def _log_step(self, losses: LossSums) -> None:
         log = self.records.log
-        for name, value in with_metrics(result.values("train"), self.metrics, "train").items():
+        for name, value in with_metrics(losses.values("train"), self.metrics, "train").items():
             log(name, value)
         log("optim/lr", self.optimizer.param_groups[0]["lr"])
         for metric in self.metrics.values():
@@ -140,10 +143,10 @@ def evaluate(
     stream: DataStream, runner: SequentialRunner, task: Task, device: torch.device, *, prefix: str, limit: int | None
 ) -> dict[str, float]:
     """The weighted mean losses and the metrics over one pass, as host numbers `<prefix>/<name>`."""
-    result, metrics = PackResult(), metrics_of(task, device)
+    losses, metrics = LossSums(), metrics_of(task, device)
     for pack in _one_pass(stream, limit):
-        runner.evaluate_pack(pack, task, metrics, result)
-    return {name: float(value) for name, value in with_metrics(result.values(prefix), metrics, prefix).items()}
+        runner.evaluate_pack(pack, task, metrics, losses)
+    return {name: float(value) for name, value in with_metrics(losses.values(prefix), metrics, prefix).items()}
 
 
 def with_metrics(losses: Mapping[str, Any], metrics: Mapping[str, Metric], prefix: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Weight = float | int | torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that makes it several times as expensive, and there is one per microbatch
 class ForwardInputs:
     """What one microbatch gives to the model and keeps for the loss.
 

@@ -16,9 +16,9 @@ from trainer_kit.data import Pack, batch_size
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.mesh.context import DistributedContext
 from trainer_kit.metrics import Metric
+from trainer_kit.pipeline.loss_sums import LossSums
 from trainer_kit.pipeline.loss_terms import SharedWeights, Term, TermWeights, check_loss, pack_weights
-from trainer_kit.pipeline.result import PackResult
-from trainer_kit.task import ForwardInputs, Task
+from trainer_kit.task import ForwardInputs, Task, Weight
 from trainer_kit.torch_private import read_cpu_scalar, run_backward
 
 
@@ -35,7 +35,7 @@ def forward_inputs(task: Task, microbatch: Any) -> ForwardInputs:
 class SequentialRunner:
     """Runs packs through one stage.
 
-    model: called with (inputs, shared). autocast: makes the context in which forwards and losses run.
+    model: called with (inputs, shared). autocast: makes the context in which forwards and losses run; None: as they are.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SequentialRunner:
         model: Callable[[Any, Any], Any],
         context: DistributedContext,
         *,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        autocast: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self._model, self._context, self._autocast = model, context, autocast
         self._starts: dict[tuple[float, torch.dtype], torch.Tensor] = {}
@@ -55,42 +55,41 @@ class SequentialRunner:
         task: Task,
         metrics: dict[str, Metric],
         *,
-        record: bool,
+        losses: LossSums | None,
         on_microbatch: Callable[[int, torch.Tensor | None], None] | None = None,
-    ) -> PackResult:
-        """Forward and backward of every microbatch; gradients accumulate, undivided.
+    ) -> Weight:
+        """Forward and backward of every microbatch; gradients accumulate. Returns the weight by which to divide them.
 
-        record: keep the sums of the losses. on_microbatch: called with (index, loss or None) after each backward.
+        losses: where the losses are added, if they are wanted. on_microbatch: called with (index, loss or None) after each backward.
         """
         inputs = [forward_inputs(task, microbatch) for microbatch in pack.microbatches]
-        weights, result = pack_weights(inputs), PackResult()
+        weights = pack_weights(inputs)
         for index, given in enumerate(inputs):
             terms: list[Term] = []
             if not weights.nothing_counts(index):
                 terms = self._forward(task, given, weights, index, metrics, training=True)
                 self._backward(terms)
-                if record:
-                    result.add(terms)
+                if losses is not None:
+                    losses.add(terms)
             if on_microbatch is not None:
                 on_microbatch(index, terms[0].loss.detach() if terms else None)
         if weights.assumed and len(inputs) > 1:
             self._warn_of_sizes(pack.microbatches)
-        result.weight = weights.total
-        return result
+        return weights.total
 
-    def evaluate_pack(self, pack: Pack, task: Task, metrics: dict[str, Metric], result: PackResult) -> None:
-        """Forward, loss and metrics of every microbatch, without a graph; the terms are added to `result`."""
+    def evaluate_pack(self, pack: Pack, task: Task, metrics: dict[str, Metric], losses: LossSums) -> None:
+        """Forward, loss and metrics of every microbatch, without a graph; the terms are added to `losses`."""
         for microbatch in pack.microbatches:
             given = forward_inputs(task, microbatch)
             weights = pack_weights([given])
             if not weights.nothing_counts(0):
-                result.add(self._forward(task, given, weights, 0, metrics, training=False))
+                losses.add(self._forward(task, given, weights, 0, metrics, training=False))
 
     def predict_pack(self, pack: Pack, task: Task) -> Iterator[Any]:
         """What `task.process_outputs` makes of each microbatch, in order."""
         for microbatch in pack.microbatches:
             given = forward_inputs(task, microbatch)
-            with self._autocast():
+            with nullcontext() if self._autocast is None else self._autocast():
                 outputs = self._model(given.inputs, given.shared)
             yield task.process_outputs(outputs, given.state)
 
@@ -105,9 +104,13 @@ class SequentialRunner:
         training: bool,
     ) -> list[Term]:
         self._context.collect_losses()
-        with self._autocast():
+        if self._autocast is None:
             outputs = self._model(given.inputs, given.shared)
             returned = task.compute_loss(outputs, given.state)
+        else:
+            with self._autocast():
+                outputs = self._model(given.inputs, given.shared)
+                returned = task.compute_loss(outputs, given.state)
         terms = weights.terms(index, returned, self._context.take_losses())
         for term in terms:
             check_loss(term, needs_graph=training)

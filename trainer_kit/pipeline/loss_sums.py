@@ -1,4 +1,4 @@
-"""`PackResult`: what packs gave, as sums that add up over microbatches, packs and ranks; divided only when asked for."""
+"""`LossSums`: the losses of packs, as sums that add up over microbatches, packs and ranks; divided only when asked for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from trainer_kit.task import Weight
 
 
 @dataclass(slots=True)
-class PackResult:
-    """The weight to divide gradients by, and the sums of weighted losses by term where they were asked for."""
+class LossSums:
+    """The sums of weighted losses and of weights, by term."""
 
-    weight: Weight = 0
-    loss_sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, Weight] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)
 
@@ -30,13 +29,13 @@ class PackResult:
                 weighted = torch.where(term.weight == 0, 0, weighted)
             elif term.weight == 0:
                 weighted = torch.zeros_like(weighted)
-            self.loss_sums[term.name] = self.loss_sums[term.name] + weighted if term.name in self.loss_sums else weighted
+            self.sums[term.name] = self.sums[term.name] + weighted if term.name in self.sums else weighted
             self.weights[term.name] = self.weights.get(term.name, 0) + term.weight
             self.coefficients[term.name] = term.coefficient
 
     def values(self, prefix: str) -> dict[str, torch.Tensor]:
         """`<prefix>/loss`, which is what is minimised, and with several terms the weighted mean of each as `<prefix>/<term>`."""
-        means = {name: _ratio(total, self.weights[name]) for name, total in self.loss_sums.items()}
+        means = {name: _ratio(total, self.weights[name]) for name, total in self.sums.items()}
         if len(means) > 1 and "loss" in means:
             raise ConfigurationError("one of several loss terms has the name 'loss', which is that of their sum; rename it")
         found = {f"{prefix}/{name}": mean for name, mean in means.items() if name not in (MAIN, "loss")}
