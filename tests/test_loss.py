@@ -296,6 +296,18 @@ def test_a_weight_that_the_dtype_of_the_loss_rounds_warns():
         quiet_trainer(Scalar(), Half(), [t(1)]).fit()
 
 
+def test_a_fractional_weight_is_as_good_as_any():
+    """0.1 and 0.2: no warning in fp32, and the weighted mean of 1 and 4 is 3."""
+
+    class Fractions(MeanTask):
+        def build_forward_inputs(self, batch):
+            return ForwardInputs(inputs=batch, weight=0.1 if batch.mean() == 1 else 0.2)
+
+    seen = Gradients()
+    quiet_trainer(Scalar(), Fractions(), [t(1), t(4)], callbacks=[seen], accumulate=2).fit()
+    assert seen.seen[0]["w"].item() == pytest.approx(3.0, rel=1e-6)
+
+
 def test_floating_inputs_of_a_bf16_model_are_bf16():
     """`precision="bf16"`: fp32 samples, as data sets have them, are brought to the dtype of the parameters; integers stay."""
     seen = []

@@ -38,7 +38,7 @@ class Term:
 def pack_weights(inputs: Sequence[ForwardInputs]) -> SharedWeights | TermWeights:
     """The weights that a task declared for the microbatches of a pack."""
     weights = [given.weight for given in inputs]
-    if all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights):  # type: ignore[operator]
+    if all([type(weight) in (int, float) and 0 <= weight < math.inf for weight in weights]):  # type: ignore[operator]  # noqa: C419
         return SharedWeights(weights)  # type: ignore[arg-type]  # the usual case, and this runs in every step
     kinds = {"mapping" if isinstance(weight, Mapping) else type(weight) is type(None) for weight in weights}
     if len(kinds) > 1:

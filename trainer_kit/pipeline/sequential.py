@@ -46,7 +46,7 @@ class SequentialRunner:
         autocast: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self._model, self._context, self._autocast = model, context, autocast
-        self._starts: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        self._starts: dict[tuple[float, torch.dtype, int], torch.Tensor] = {}
         self._warned: set[str] = set()
 
     def run_pack(
@@ -130,12 +130,12 @@ class SequentialRunner:
         loss, start = term.loss, term.start
         if isinstance(start, torch.Tensor):
             return start.to(loss.device, loss.dtype).reshape(loss.shape)
-        key = (float(start), loss.dtype)
+        key = (start, loss.dtype, loss.dim())
         kept = self._starts.get(key)
-        if kept is None or kept.device != loss.device or kept.shape != loss.shape:
+        if kept is None:
             if len(self._starts) > 1000:
                 self._starts.clear()
-            if read_cpu_scalar(torch.tensor(start, dtype=loss.dtype)) != start:
+            if loss.dtype.itemsize < 4 and read_cpu_scalar(torch.tensor(start, dtype=loss.dtype)) != start:
                 self._warn_once(f"the weight {start} is no {loss.dtype}, the dtype of the loss: return the loss in fp32", key="dtype")
             kept = self._starts[key] = torch.full_like(loss, float(start), requires_grad=False)
         return kept
