@@ -16,7 +16,7 @@ from trainer_kit.checkpoint.folder import CheckpointFolder
 from trainer_kit.exceptions import ConfigurationError
 
 if TYPE_CHECKING:
-    from trainer_kit.events import BuildStart, CheckpointSaved, CheckpointStart, FitEnd, FitStart, Metrics, StepEnd
+    from trainer_kit.events import BuildStart, CheckpointLoaded, CheckpointSaved, CheckpointStart, FitEnd, FitStart, Metrics, StepEnd
     from trainer_kit.trainer import Trainer
 
 
@@ -132,8 +132,18 @@ class Checkpoint(Callback):
         if self._latest is not None and self._is_mine(event):
             self._scores[event.step] = self._latest
 
+    def on_checkpoint_loaded(self, event: CheckpointLoaded) -> None:
+        # A process that was killed right after a save had no time to remove the older ones.
+        newest = self.folder.find_newest().saved
+        if newest is not None and newest.step == event.step and event.path == self.folder.path_for(event.step):
+            self._retain(event.trainer)
+
     def on_checkpoint_saved(self, event: CheckpointSaved) -> None:
-        if self.keep_last is None or not event.trainer.context.is_main or not self._is_mine(event):
+        if self._is_mine(event):
+            self._retain(event.trainer)
+
+    def _retain(self, trainer: Trainer) -> None:
+        if self.keep_last is None or not trainer.context.is_main:
             return
         best = [self.folder.path_for(step).rsplit("/", 1)[-1] for step in self.best_steps()]
         self.folder.retain(keep_last=self.keep_last, keep_every=self.keep_every, best=best)

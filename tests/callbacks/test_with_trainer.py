@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support import MeanTask, Scalar, quiet_trainer
 from trainer_kit import AutoDataProvider, Callback, SupervisedTask, Trainer
 from trainer_kit import callbacks as c
 from trainer_kit.exceptions import Interrupted
@@ -337,3 +338,16 @@ def test_clipping_a_run_is_that_of_a_plain_loop():
         optimizer.zero_grad()
     torch.testing.assert_close(watched.model.weight, model.weight)
     assert [value for _, value in watched.history.values("optim/grad_norm")] == pytest.approx(norms, rel=1e-5)
+
+
+def test_what_a_killed_process_had_no_time_to_remove_goes_at_the_next_start(tmp_path):
+    """Contract 29: killed between a durable save and the removal after it; a run that is finished cleans up as well."""
+
+    def make(keep_last):
+        saves = c.Checkpoint(tmp_path, every=1, keep_last=keep_last)
+        return quiet_trainer(Scalar(), MeanTask(), [torch.ones(1)] * 4, callbacks=[saves])
+
+    make(None).fit()
+    assert len(list(tmp_path.iterdir())) == 4
+    make(2).fit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]

@@ -128,6 +128,19 @@ def test_grad_dtype_works_with_an_optimizer_that_needs_the_parameters_dtype():
     assert trainer.model.w.item() == torch.tensor(1 - 264 / 17).bfloat16().item()
 
 
+def test_complex_parameters_are_refused():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+        def forward(self, c):
+            return (self.w * c).abs().sum()
+
+    with pytest.raises(NotImplementedError, match="'w' is complex"):
+        quiet_trainer(Complex(), MeanTask(), [t(1)]).fit()
+
+
 def test_sparse_gradients_are_refused():
     class Sparse(nn.Module):
         def __init__(self):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainer_kit.exceptions import ModelError
+from trainer_kit.exceptions import ModelError, UnsupportedError
 from trainer_kit.parameters import ParameterRow
 from trainer_kit.torch_private import fingerprint, multiply_and_flag_non_finite, read_cpu_scalar
 
@@ -115,6 +115,10 @@ class Gradients:
             assert gradient is not None
             if gradient.layout != torch.strided:
                 raise ModelError(f"the gradient of {row.name!r} is sparse; build its layer with sparse=False, a dense gradient is needed")
+            if gradient.is_complex():
+                raise UnsupportedError(
+                    f"{row.name!r} is complex, for which norms and finite checks are not defined here; use a pair of real parameters"
+                )
             groups.setdefault((gradient.device, gradient.dtype), []).append(row.parameter)
         self._members = list(groups.values())
 
