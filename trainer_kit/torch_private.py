@@ -90,7 +90,10 @@ def raise_for_dead_worker(iterator: Iterator[Any] | None, error: Exception) -> N
     workers = getattr(iterator, "_workers", [])
     if not workers or not isinstance(error, (OSError, EOFError)):
         return
-    multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1.0)
+    ending = multiprocessing.connection.wait([worker.sentinel for worker in workers], timeout=1.0)
+    for worker in workers:
+        if worker.sentinel in ending:
+            worker.join(timeout=5.0)  # a process closes its files a moment before it counts as dead
     dead = [f"pid {worker.pid} with exit code {worker.exitcode}" for worker in workers if not worker.is_alive()]
     if dead:
         raise RuntimeError(f"a data worker died: {', '.join(dead)}. The usual cause is that it ran out of memory") from error
