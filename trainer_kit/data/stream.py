@@ -69,6 +69,8 @@ class DataStream:
     def next(self) -> Pack | None:
         """The next pack, on the device; None when there is no more. An error met while fetching ahead is raised when its pack is due."""
         queue = self._queue
+        if self._depth == 0 and self._transfer is None and not queue:
+            return self._next_now()
         while len(queue) <= self._depth and not (queue and queue[-1].error):
             fetched = self._fetch()
             if fetched is None:
@@ -85,6 +87,19 @@ class DataStream:
         self._before, self._head = self._head, due.place
         self.epoch = due.pack.epoch
         return due.pack
+
+    def _next_now(self) -> Pack | None:
+        """`next` where nothing is fetched ahead and nothing is copied: the pack as it comes."""
+        try:
+            pack = self._read()
+        except BaseException:
+            self._stop_fetching()
+            raise
+        if pack is not None:
+            self._tail = self._tail.after(pack)
+            self._before, self._head = self._head, self._tail
+            self.epoch = pack.epoch
+        return pack
 
     @property
     def reached_max_epochs(self) -> bool:
