@@ -176,14 +176,15 @@ def test_clipping_sees_what_another_callback_did_to_the_gradients(log_every):
     assert trainer.model.w.item() == pytest.approx(3.0, abs=1e-5)
 
 
+@pytest.mark.parametrize("clip", [[], [GradientClipping(1.0)]])
 @pytest.mark.parametrize("log_every", [1, 100])
-def test_a_gradient_that_a_callback_breaks_or_mends_is_judged_the_same_whatever_is_logged(log_every):
+def test_a_gradient_that_a_callback_breaks_or_mends_is_judged_the_same_whatever_is_logged(log_every, clip):
     """A callback that writes nan is caught; one that replaces the gradient by a new tensor is seen too."""
 
     def spoil(w):
         w.grad = w.grad * float("nan")
 
-    trainer = quiet_trainer(Scalar(5.0), MeanTask(), [t(1), t(1)], callbacks=[Changes(spoil)], log_every=log_every)
+    trainer = quiet_trainer(Scalar(5.0), MeanTask(), [t(1), t(1)], callbacks=[Changes(spoil), *clip], log_every=log_every)
     with pytest.raises(NonFiniteError, match="step 0: .*'w'"):
         trainer.fit()
     assert trainer.model.w.item() == 5.0

@@ -33,6 +33,7 @@ class Gradients:
         self._members: list[list[torch.nn.Parameter]] = []  # parameters whose gradients share device and dtype
         self._groups: list[list[torch.Tensor]] = []
         self._norms: dict[float, torch.Tensor] = {}
+        self.touched = False  # whether anybody but `scale` changed a gradient in this step
         self._kept_weight: float | None = None
         self._kept_inverse = torch.empty(0)
         self._known: tuple[int, ...] = ()  # the gradients to which the norms belong
@@ -49,7 +50,7 @@ class Gradients:
 
         flag: a float32 element that becomes 1 if a gradient is not finite; None: not asked for.
         """
-        self._norms = {}
+        self._norms, self.touched = {}, False
         self._collect()
         if isinstance(weight, torch.Tensor):
             weight = torch.where(weight == 0, 1, weight)
@@ -95,7 +96,7 @@ class Gradients:
         now = fingerprint(grad for group in self._groups for grad in group)
         if now == self._known:
             return False
-        self._known, self._norms = now, {}
+        self._known, self._norms, self.touched = now, {}, True
         return True
 
     def check_trainable(self, rows: Iterable[ParameterRow]) -> None:

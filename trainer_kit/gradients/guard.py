@@ -66,7 +66,7 @@ class NonFiniteGuard:
             return False
         if self._policy == "ignore":
             return True
-        if self._watching and self._gradients.changed():
+        if self._watching and (self._gradients.changed() or self._gradients.touched):
             self._gradients.flag_non_finite(self._flag)
         if self._sticky:
             self._check_later(step, weight)
