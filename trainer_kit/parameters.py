@@ -1,29 +1,40 @@
 """The parameter table: one row per parameter, read by everything that deals with parameters one by one.
 
+A row tells where its parameter lies (`layout`), what its gradient still needs along each mesh dimension (`contracts`), and gives the
+local tensor that optimizers, norms and finite checks work on (`local`).
+
 A tied parameter has one row, under its first name in the order of the model; the other names are aliases. Names are global: a
 stage numbers its layers as the whole model does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from trainer_kit.exceptions import ModelError
+from trainer_kit.mesh.contracts import Contracts, contracts_of, missing_dimensions
+from trainer_kit.mesh.layout import Layout, is_distributed, layout_of, local_of
 from trainer_kit.names import state_tensors
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterRow:
-    """One parameter: its canonical name, its other names, the tensor, and the stage that holds it."""
+    """One parameter: its canonical name, its other names, the tensor, and the stage that holds it.
+
+    local: the part of this rank, a parameter of its own that shares the storage; `parameter` itself if that is plain.
+    """
 
     name: str
     aliases: tuple[str, ...]
     parameter: nn.Parameter
     stage: int
+    local: nn.Parameter
+    layout: Layout
+    contracts: Contracts
 
     @property
     def trainable(self) -> bool:
@@ -48,11 +59,14 @@ class ParameterTable:
         for tensor, (name, *aliases) in names.items():
             self.aliases |= dict.fromkeys(aliases, name)
             if isinstance(tensor, nn.Parameter):
-                self.rows.append(ParameterRow(name, tuple(aliases), tensor, stage_of[tensor]))
+                row = ParameterRow(
+                    name, tuple(aliases), tensor, stage_of[tensor], _local_parameter(tensor), layout_of(tensor), contracts_of(tensor)
+                )
+                self.rows.append(row)
             else:
                 self.buffers[name] = tensor
         self._check_complete(stages)
-        self._by_parameter = {row.parameter: row for row in self.rows}
+        self._by_parameter = {row.parameter: row for row in self.rows} | {row.local: row for row in self.rows}
 
     def _check_complete(self, stages: Sequence[nn.Module]) -> None:
         known = {row.parameter for row in self.rows}
@@ -61,6 +75,20 @@ class ParameterTable:
             raise ModelError(
                 f"state_dict() of the model leaves out {', '.join(map(repr, lost[:5]))}: these parameters could not be saved or exported. "
                 "Usual cause: a state-dict hook that drops or renames entries; register it after training, or export through a mapper"
+            )
+
+    def check_contracts(self, sizes: Mapping[str, int]) -> None:
+        """Raise ModelError for a trainable parameter whose gradient nobody would bring together along a mesh dimension.
+
+        sizes: the ranks along each dimension of the dense domain that training data or tensors are cut over.
+        """
+        lost = {row.name: dims for row in self.trainable() if (dims := missing_dimensions(row.contracts, sizes))}
+        if lost:
+            name, dims = next(iter(lost.items()))
+            raise ModelError(
+                f"{len(lost)} trainable parameters, such as {name!r}, are plain tensors along the mesh dimensions {', '.join(dims)}: "
+                "nothing would bring their gradients together. In parallelize_model_stage, give the modules that own them to "
+                "parallelize_replicate, parallelize_fsdp, parallelize_hsdp or parallelize_tensor, or freeze them with requires_grad_(False)"
             )
 
     def extra_states(self) -> dict[str, nn.Module]:
@@ -84,8 +112,8 @@ class ParameterTable:
         return self._by_parameter[parameter].name
 
     def names(self) -> dict[nn.Parameter, str]:
-        """Parameter -> canonical name."""
-        return {row.parameter: row.name for row in self.rows}
+        """Local parameter -> canonical name."""
+        return {row.local: row.name for row in self.rows}
 
     def tensors(self, *, trainable_only: bool = False) -> dict[str, torch.Tensor]:
         """Canonical name -> tensor, of parameters and persistent buffers, in the order of the model."""
@@ -100,3 +128,9 @@ class ParameterTable:
     def counts(self) -> tuple[int, int]:
         """Numbers of elements: all, trainable."""
         return sum(r.parameter.numel() for r in self.rows), sum(r.parameter.numel() for r in self.trainable())
+
+
+def _local_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    if not is_distributed(parameter):
+        return parameter
+    return nn.Parameter(local_of(parameter), requires_grad=parameter.requires_grad)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing.connection
+import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,17 @@ def multiply_and_flag_non_finite(tensors: list[torch.Tensor], factor: torch.Tens
 def cpu_float_view(tensor: torch.Tensor) -> ctypes.c_float:
     """The memory of a one-element float32 CPU tensor: its `value` is read and set without torch. The tensor must stay alive."""
     return ctypes.c_float.from_address(tensor.data_ptr())
+
+
+def distributed_tensor_type() -> type | None:
+    """The class DTensor, or None as long as nothing has imported it: no tensor can be one then, and the import takes half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else module.DTensor
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """The local part of a DTensor without the autograd node and the checks of `to_local`."""
+    return tensor._local_tensor
 
 
 _CTYPES: dict[torch.dtype, Any] = {
