@@ -1,7 +1,8 @@
 """Saves a training checkpoint every so many steps and at the end of a fit, and removes old ones.
 
 Not here: what a checkpoint holds and how it becomes valid (`trainer_kit.checkpoint`). Know before editing: old checkpoints are
-removed only after the new one is durable, and saves are requests, so that a save holds what every callback did in its step.
+removed only after the new one is durable, and saves are requests, so that a save holds what every callback did in its step. On a mesh
+all ranks decide the same, by the step; rank 0 alone removes, by the reduced metrics that all of them have.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Checkpoint(Callback):
 
     def on_checkpoint_loaded(self, event: CheckpointLoaded) -> None:
         # A process that was killed right after a save had no time to remove the older ones.
-        newest = self.folder.find_newest().saved
+        newest = self.folder.shared_by(event.trainer.context).find_newest().saved
         if newest is not None and newest.step == event.step and event.path == self.folder.path_for(event.step):
             self._retain(event.trainer)
 
@@ -143,10 +144,10 @@ class Checkpoint(Callback):
             self._retain(event.trainer)
 
     def _retain(self, trainer: Trainer) -> None:
-        if self.keep_last is None or not trainer.context.is_main:
+        if self.keep_last is None:
             return
         best = [self.folder.path_for(step).rsplit("/", 1)[-1] for step in self.best_steps()]
-        self.folder.retain(keep_last=self.keep_last, keep_every=self.keep_every, best=best)
+        self.folder.shared_by(trainer.context).retain(keep_last=self.keep_last, keep_every=self.keep_every, best=best)
 
     def on_fit_end(self, event: FitEnd) -> None:
         made = event.trainer.step > self._first_step

@@ -1,7 +1,8 @@
 """Keeps an exponential moving average of the weights, on the device, and evaluates with it.
 
 Not here: export (use `applied`). Know before editing: the averages are put in place by copying values, so the parameters, their
-storage and every view of them stay what they are; whoever puts them in must take them out on any way out.
+storage and every view of them stay what they are; whoever puts them in must take them out on any way out. Averages are of this rank's
+parts of the parameters; a checkpoint sees them laid out as the parameters are, so that any mesh can go on with them.
 """
 
 from __future__ import annotations
@@ -27,13 +28,8 @@ if TYPE_CHECKING:
         PredictStart,
         RunException,
     )
+    from trainer_kit.parameters import ParameterRow
     from trainer_kit.trainer import Trainer
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that lies on this rank, sharing its storage."""
-    to_local = getattr(tensor, "to_local", None)
-    return (to_local() if to_local is not None else tensor).detach()
 
 
 class EMA(Callback):
@@ -45,6 +41,7 @@ class EMA(Callback):
     evaluate_with_ema: evaluations see the averages.
 
     Averages of parameters below fp32 are kept in fp32, which would lose small changes otherwise.
+    `averages` holds them by name; on a mesh each rank has those of its parts of the parameters.
     """
 
     def __init__(self, decay: float = 0.999, *, every: int = 1, warmup: bool = False, evaluate_with_ema: bool = True) -> None:
@@ -53,6 +50,7 @@ class EMA(Callback):
         self.warmup, self.evaluate_with_ema = warmup, evaluate_with_ema
         self.num_updates = 0
         self.averages: dict[str, torch.Tensor] = {}
+        self._rows: dict[str, ParameterRow] = {}
         self._weights: dict[str, torch.Tensor] = {}  # live, local, sharing storage with the parameters
         self._original: dict[str, torch.Tensor] | None = None  # the weights while the averages are in their place
         self._was_loaded = False
@@ -63,14 +61,10 @@ class EMA(Callback):
         return f"EMA(decay={self.decay}, every {self.every} updates{', warm-up' if self.warmup else ''})"
 
     def on_build_end(self, event: BuildEnd) -> None:
-        named = [item for stage in event.trainer.stages for item in stage.named_parameters()]
-        self.averages, self._weights, self._original = {}, {}, None
+        self.averages, self._original = {}, None
         self.num_updates = self._updates_seen = 0
-        seen: set[int] = set()
-        for name, parameter in named:
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                self._weights[name] = _local(parameter)
+        self._rows = {row.name: row for row in event.trainer.parameters.trainable()}
+        self._weights = {name: row.local.detach() for name, row in self._rows.items()}
         self._start_anew()
 
     @torch.no_grad()
@@ -80,7 +74,8 @@ class EMA(Callback):
             self.averages[name] = weight.to(wide, copy=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_updates": self.num_updates, "updates_seen": self._updates_seen, "averages": dict(self.averages)}
+        averages = {name: self._rows[name].laid_out(average) for name, average in self.averages.items()}
+        return {"num_updates": self.num_updates, "updates_seen": self._updates_seen, "averages": averages}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -89,11 +84,10 @@ class EMA(Callback):
         if differing:
             raise ConfigurationError(f"the averages of EMA were saved for other parameters; only on one side: {differing[:5]}")
         for name, average in self.averages.items():
-            if average.shape != saved[name].shape:
-                raise ConfigurationError(
-                    f"EMA of {name}: saved with shape {tuple(saved[name].shape)}, the model has {tuple(average.shape)}"
-                )
-            average.copy_(saved[name])
+            row = self._rows[name]
+            if row.layout.shape != tuple(saved[name].shape):
+                raise ConfigurationError(f"EMA of {name}: saved with shape {tuple(saved[name].shape)}, the model has {row.layout.shape}")
+            average.copy_(row.part_of(saved[name]))
         self.num_updates, self._updates_seen = state["num_updates"], state["updates_seen"]
         self._was_loaded = True
 

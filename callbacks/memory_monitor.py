@@ -33,7 +33,7 @@ def resident_bytes() -> int:
 
 
 class MemoryMonitor(Callback):
-    """Adds to each training record, in GiB:
+    """Adds to each training record, in GiB, of the rank that has most:
 
     memory/resident_gib: of this process.
     memory/peak_allocated_gib, memory/peak_reserved_gib: of the device since the last record; only with an accelerator.
@@ -43,9 +43,9 @@ class MemoryMonitor(Callback):
         trainer = event.trainer
         if not is_recorded(trainer, event.step):
             return
-        trainer.log("memory/resident_gib", resident_bytes() / _GIB)
+        trainer.log("memory/resident_gib", resident_bytes() / _GIB, reduce="max")
         device = trainer.context.device
         if device.type != "cpu":
-            trainer.log("memory/peak_allocated_gib", torch.accelerator.max_memory_allocated(device) / _GIB)
-            trainer.log("memory/peak_reserved_gib", torch.accelerator.max_memory_reserved(device) / _GIB)
+            trainer.log("memory/peak_allocated_gib", torch.accelerator.max_memory_allocated(device) / _GIB, reduce="max")
+            trainer.log("memory/peak_reserved_gib", torch.accelerator.max_memory_reserved(device) / _GIB, reduce="max")
             torch.accelerator.reset_peak_memory_stats(device)

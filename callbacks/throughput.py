@@ -28,7 +28,7 @@ class Throughput(Callback):
     flops_per_token, flops_per_sample: forward and backward together; one of them gives `speed/mfu`, the share of the peak that is used.
     peak_flops: bf16 FLOPs per second of one device; looked up by the device's name if not given. An unknown device has no `speed/mfu`.
 
-    Numbers are for all data ranks together, which are taken to be like this one. The first step of a fit is not counted.
+    Numbers are for all data ranks together: the mean of the ranks times their number. The first step of a fit is not counted.
     """
 
     def __init__(

@@ -198,8 +198,9 @@ def damage(folder: Path, kind: str, steps: tuple[int, ...] = (4,)) -> None:
             manifest.write_text(f'{{"crc32":{zlib.crc32(text.encode())},"manifest":{text}}}')
 
 
-def torchrun(world_size: int, act: Callable[[], Any]) -> None:
-    with mock.patch.dict(os.environ, {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}):
+def torchrun(world_size: int, act: Callable[[], Any], **environment: str) -> None:
+    given = {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with mock.patch.dict(os.environ, given | environment):
         act()
 
 
@@ -346,7 +347,9 @@ MESH = {
     ),
     "more than there is": Case(lambda f: fit(strategy=MeshStrategy(dp_shard=8)), C, ("dp_shard 8", "world has 1 rank")),
     "experts on one rank": Case(lambda f: fit(strategy=MeshStrategy(ep=2)), C, ("ep=2", "leave it at 1")),
-    "several ranks": Case(lambda f: torchrun(2, lambda: fit(strategy=MeshStrategy())), U, ("2 ranks", "one process")),
+    "ranks without a launcher": Case(
+        lambda f: torchrun(2, lambda: fit(strategy=MeshStrategy()), MASTER_PORT=""), C, ("WORLD_SIZE=2", "MASTER_PORT", "torchrun")
+    ),
     "absent device": Case(lambda f: fit(strategy=MeshStrategy(device="xpu")), C, ("device='xpu'", "not available", "cpu")),
     "device that is none": Case(lambda f: fit(strategy=MeshStrategy(device="gpu")), C, ("device='gpu'", "no torch device")),
 }

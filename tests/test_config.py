@@ -18,6 +18,8 @@ from trainer_kit.callbacks import Checkpoint
 from trainer_kit.checkpoint import read_manifest
 from trainer_kit.config import TrainerSettings, make_config
 from trainer_kit.exceptions import ConfigurationError, NonFiniteError
+from trainer_kit.testing import run_on_ranks
+from trainer_kit.torch_private import group_timeout
 
 
 def t(*values: float) -> torch.Tensor:
@@ -250,6 +252,20 @@ def weight_from(folder: Any, **settings: Any) -> float:
     return other.model.w.item()
 
 
+def timeouts_of_rank_0(**settings: Any) -> tuple[float, float]:
+    """Of the process group of two ranks, in seconds: while things are set up, and in the loop."""
+    return run_on_ranks(2, job_timeouts, settings)[0]
+
+
+def job_timeouts(settings: dict[str, Any]) -> tuple[float, float]:
+    context = quiet_trainer(Scalar(), MeanTask(), [t(1)], strategy=MeshStrategy(device="cpu"), **settings).context
+    set_up = group_timeout(torch.distributed.group.WORLD).total_seconds()
+    with context.short_timeout():
+        in_loop = group_timeout(torch.distributed.group.WORLD).total_seconds()
+    context.close()
+    return set_up, in_loop
+
+
 FP32, BF16 = torch.float32, torch.bfloat16
 # Setting: (what a run shows, without it, its value, with it).
 EFFECTS: dict[str, tuple[Callable[..., Any], Any, Any, Any]] = {
@@ -274,6 +290,8 @@ EFFECTS: dict[str, tuple[Callable[..., Any], Any, Any, Any]] = {
     "limit_evaluate_packs": (evaluated, 5.0, 2, 3.0),
     "detect_host_syncs": (host_syncs, "nothing", True, "needs CUDA"),
     "run_name": (saved_run_name, "run", "mine", "mine"),
+    "setup_timeout": (timeouts_of_rank_0, (1800.0, 300.0), 700.0, (700.0, 300.0)),
+    "step_timeout": (timeouts_of_rank_0, (1800.0, 300.0), 60.0, (1800.0, 60.0)),
 }
 NEED_A_FOLDER = {"source_model", "checkpoint_trainable_only", "run_name"}
 

@@ -26,6 +26,7 @@ from tests.support import MeanTask, Scalar, quiet_trainer, sgd
 from trainer_kit import AutoDataProvider, Callback, SupervisedTask, Trainer
 from trainer_kit.callbacks import EMA, Checkpoint, EarlyStopping, Evaluate, GradientClipping, JSONLines
 from trainer_kit.checkpoint import read_manifest, unflatten_state
+from trainer_kit.checkpoint.per_rank import decode_state
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.metrics import Mean
 from trainer_kit.optim import SGD, Adam, AdamW, Muon, Piecewise, StochasticAdamW
@@ -400,7 +401,8 @@ def test_a_part_is_loaded_alone(part, tmp_path):
         tensors = {}
         for file in folder.glob("*.safetensors"):
             tensors |= {name: tensor.tolist() for name, tensor in safetensors.torch.load_file(file).items()}
-        return {name: unflatten_state(tensors, manifest.values[name]) for name in PARTS}
+        values = {name: unflatten_state(tensors, manifest.values.get(name)) for name in PARTS}
+        return {part: (values[part], {k: v for k, v in tensors.items() if k.startswith(f"{part}/")}) for part in PARTS}
 
     before, after, expected = state(tmp_path / "before"), state(tmp_path / "after"), state(saved)
     assert {name for name in PARTS if after[name] != before[name]} == {part} | FOLLOW.get(part, set())
@@ -409,9 +411,10 @@ def test_a_part_is_loaded_alone(part, tmp_path):
 
 def plain(state: Any) -> Any:
     """Without the values of groups as the schedule set them, which the schedule sets again."""
-    if isinstance(state, dict) and "groups" in state:
-        return {name: value for name, value in state.items() if name != "groups"}
-    return state
+    values, tensors = state
+    if isinstance(values, dict) and "groups" in values:
+        values = {name: value for name, value in values.items() if name != "groups"}
+    return values, tensors
 
 
 def test_loading_a_part_beside_the_weights_leaves_the_averages_alone(tmp_path):
@@ -516,8 +519,9 @@ def test_a_checkpoint_is_data_whatever_the_settings_are(tmp_path):
     files = sorted(path.name for path in (tmp_path / "step-00000001").iterdir())
     assert files == ["manifest.json", "rank-00000.safetensors"]
     manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())["manifest"]
-    assert "numpy" in manifest["values"]["random"] and manifest["identity"]["settings"]["task"]["color"] == "Color.RED"
-    assert "model/w" in safetensors.torch.load_file(tmp_path / "step-00000001" / "rank-00000.safetensors")
+    tensors = safetensors.torch.load_file(tmp_path / "step-00000001" / "rank-00000.safetensors")
+    assert "numpy" in decode_state(tensors["random/ranks/0"]) and manifest["identity"]["settings"]["task"]["color"] == "Color.RED"
+    assert "model/w" in tensors
 
 
 def test_settings_without_a_plain_value_are_not_told_as_changes(tmp_path, caplog):

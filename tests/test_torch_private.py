@@ -1,16 +1,37 @@
 """The calls into torch that are not public, each against its public counterpart, so that a new torch cannot change them unseen."""
 
+import gc
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
+from trainer_kit.mesh.layout import like, local_of
+from trainer_kit.testing import run_on_ranks
 from trainer_kit.torch_private import (
+    abort_process_groups,
+    default_store,
     fingerprint,
+    forget_meshes,
+    fsdp_modules,
+    fsdp_unit_name,
+    group_timeout,
+    keep_reduced_dtype,
     multiply_and_flag_non_finite,
     read_cpu_scalar,
     run_backward,
+    set_group_timeout,
+    settle_fsdp_memory,
     step_optimizer,
     takes_found_inf,
+    whole_tensor,
+    without_views,
+    written_class,
 )
 
 KINDS = [
@@ -90,3 +111,158 @@ def test_which_optimizers_can_be_told_to_leave_a_step_out():
     parameters = list(nn.Linear(1, 1).parameters())
     assert takes_found_inf(torch.optim.AdamW(parameters, fused=True))
     assert not takes_found_inf(torch.optim.AdamW(parameters, foreach=True))
+
+
+def train_through_kept_memory(settle):
+    """Steps of FSDP after its shards were replaced; per step, whether memory that was kept before is what FSDP gathers from."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 3), nn.Linear(3, 251))
+    fully_shard(net[1], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    for owner in net:
+        for name, parameter in list(owner.named_parameters()):
+            setattr(owner, name, nn.Parameter(like(parameter, torch.empty_like(local_of(parameter), device="cpu"))))
+    if settle:
+        settle_fsdp_memory(net)
+    parameters = dict(net.named_parameters())
+    kept = {name: local_of(parameter) for name, parameter in parameters.items()}
+    found = []
+    for step in range(1, 4):
+        with torch.no_grad():
+            for local in kept.values():
+                local.fill_(step / 8)
+        out = net(torch.ones(2, 3))
+        w = step / 8
+        found.append(torch.allclose(out, torch.tensor(3 * w * ((3 * w + w) * w + w) + w)))
+        out.sum().backward()
+        same = all(parameters[name] is parameter for name, parameter in net.named_parameters())
+        found.append(same and all(local_of(p).data_ptr() == kept[name].data_ptr() for name, p in parameters.items()))
+    return found, written_class(net).__name__, [type(unit).__name__ for unit in fsdp_modules(net)]
+
+
+def test_fsdp_goes_on_with_the_memory_that_was_settled():
+    """Contracts 11, 14: uneven and empty shards too. Without it FSDP moves them at the first forward, which is why it is there."""
+    for found, name, units in run_on_ranks(2, train_through_kept_memory, True):
+        assert all(found) and name == "Sequential" and units == ["FSDPSequential", "FSDPLinear"]
+    assert not all(all(found) for found, *_ in run_on_ranks(2, train_through_kept_memory, False))
+
+
+def reduced_gradients(wide):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 2, bias=False, dtype=torch.bfloat16)
+    expected = 0.0
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    fully_shard(layer, mesh=mesh)
+    layer.set_gradient_divide_factor(1.0), layer.set_force_sum_reduction_for_comms(True)
+    if wide:
+        keep_reduced_dtype(layer, torch.float32)
+        layer.weight.grad_dtype = torch.float32
+    for value in (256.0, 0.5):
+        layer(torch.full((1, 4), value / 2 ** dist.get_rank(), dtype=torch.bfloat16)).sum().backward()
+        expected += 1.5 * value
+    return layer.weight.grad.dtype, layer.weight.grad.to_local().unique().tolist(), expected
+
+
+def test_fsdp_keeps_gradients_in_the_dtype_in_which_they_are_reduced():
+    """Contract 5: 384 and 0.75 is more digits than bfloat16 has. Without it FSDP rounds, which is why it is there."""
+    for dtype, values, expected in run_on_ranks(2, reduced_gradients, True):
+        assert dtype == torch.float32 and values == [expected]
+    for dtype, values, expected in run_on_ranks(2, reduced_gradients, False):
+        assert dtype == torch.bfloat16 and values != [expected]
+
+
+def test_modules_without_fsdp_are_what_they_are():
+    layer = nn.Linear(1, 1)
+    settle_fsdp_memory(layer)
+    assert fsdp_modules(layer) == [] and written_class(layer) is nn.Linear
+
+
+def cut_in_new_worlds() -> list[bool]:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    server = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    whole, right = torch.arange(12.0).view(6, 2), []
+    for num_other_groups in (3, 0):
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(num_other_groups), server), rank=rank, world_size=2)
+        for _ in range(num_other_groups):
+            dist.new_group([0, 1])
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        cut = distribute_tensor(whole, mesh["b"], [Shard(0)]) * 2
+        right.append(torch.equal(cut.redistribute(placements=[Shard(1)]).to_local(), 2 * whole[:, rank : rank + 1]))
+        dist.destroy_process_group()
+        forget_meshes()
+    return right
+
+
+def test_forgotten_meshes_do_not_lead_to_groups_that_are_gone():
+    """Without forgetting, the second world asks for a group by a name that only the first one had."""
+    assert run_on_ranks(2, cut_in_new_worlds) == [[True, True], [True, True]]
+
+
+@pytest.fixture
+def one_rank_world():
+    """A gloo group of this process alone, and its store."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_the_timeout_of_a_process_group(one_rank_world):
+    """`timeout` of a new group is the public way; a changed one holds for new collectives, which the tests of meshes show."""
+    group = torch.distributed.new_group([0], timeout=timedelta(seconds=11))
+    assert group_timeout(group) == timedelta(seconds=11)
+    set_group_timeout(group, timedelta(seconds=12))
+    assert group_timeout(group) == timedelta(seconds=12)
+
+
+def test_the_store_of_the_default_group(one_rank_world):
+    default_store().set("key", "value")
+    (key,) = [key for key in one_rank_world.list_keys() if key.endswith("key")]
+    assert one_rank_world.get(key) == b"value"
+
+
+def test_groups_are_aborted_like_destroyed(one_rank_world):
+    torch.distributed.new_group([0])
+    abort_process_groups()
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_name_of_an_fsdp_unit(one_rank_world):
+    """It is known after the first forward of the root."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    for module in (*model, model):
+        torch.distributed.fsdp.fully_shard(module, mesh=mesh)
+    model(torch.ones(1, 2))
+    groups = [value for value in gc.get_objects() if type(value).__name__ == "FSDPParamGroup"]
+    assert {"0", "1"} <= {fsdp_unit_name(group) for group in groups}
+    assert fsdp_unit_name(model) is None
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+
+
+def test_views_with_a_graph_are_copied():
+    """In the containers that FSDP looks into; what is no view stays the same object."""
+    x = torch.ones(2, 2, requires_grad=True)
+    plain, view = x * 2, (x * 3).view(4)
+    for found in (without_views([plain, {"a": view}])[1]["a"], without_views(Output(view)).logits):
+        assert torch.equal(found, view) and found.requires_grad and found.data_ptr() != view.data_ptr()
+    assert without_views((plain, view))[0] is plain
+    assert without_views((plain, torch.ones(4).view(2, 2))) is None
+
+
+def test_a_plain_tensor_is_whole():
+    x = torch.ones(2)
+    assert whole_tensor(x) is x

@@ -8,6 +8,7 @@ with collector_paused():
     from trainer_kit.config import TrainerConfig
     from trainer_kit.data import AutoDataProvider, DataProvider, Pack
     from trainer_kit.events import Event
+    from trainer_kit.launch import launch
     from trainer_kit.mesh import DistributedContext, MeshStrategy
     from trainer_kit.model import ModelProvider, StageContext, StageInfo
     from trainer_kit.task import Args, ForwardInputs, Loss, SupervisedTask, Task
@@ -22,6 +23,7 @@ __all__ = [
     "DistributedContext",
     "Event",
     "ForwardInputs",
+    "launch",
     "Loss",
     "MeshStrategy",
     "ModelProvider",

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from trainer_kit import events
+from trainer_kit.agreement import check_same_settings
 from trainer_kit.callback import Callback, Dispatcher
 from trainer_kit.checkpoint import parameter_digest
 from trainer_kit.checkpoint.identity import tensors_checksum
@@ -30,11 +31,13 @@ from trainer_kit.mesh import DistributedContext, MeshStrategy
 from trainer_kit.metrics.of_task import metrics_of
 from trainer_kit.model import ModelCaller, ModelProvider, StageContext, StageInfo, build_stage
 from trainer_kit.model.transforms import checkpoint_activations, compile_blocks
-from trainer_kit.optim import AdamW, OptimizerProvider, StochasticAdamW, as_lr_scheduler_provider, build_optimizer
+from trainer_kit.optim import AdamW, OptimizerProvider, StochasticAdamW, as_lr_scheduler_provider
+from trainer_kit.optim.update import Update, build_update
 from trainer_kit.parameters import ParameterTable
 from trainer_kit.pipeline import SequentialRunner
 from trainer_kit.random_state import RandomStreams
 from trainer_kit.records import Records
+from trainer_kit.reduction import Reduction, prepare_metrics
 from trainer_kit.run_length import plan_length
 from trainer_kit.run_state import Requests, RunState
 from trainer_kit.task import Task
@@ -76,12 +79,13 @@ class Recipe:
 
 @dataclass
 class BuiltModel:
-    """The stages of this rank, ready to be called."""
+    """The stages of this rank, ready to be called. fsdp_units: the modules whose parameters FSDP gathers."""
 
     stages: list[nn.Module]
     contexts: list[StageContext]
     table: ParameterTable
     runner: SequentialRunner
+    fsdp_units: list[nn.Module]
 
 
 @dataclass
@@ -130,6 +134,7 @@ def assemble(
     """Build everything into `parts`, in order, and tell of each part as soon as it is there."""
     config, emit, durations = recipe.config, dispatcher.emit, Durations()
     check_host_sync_support(config.detect_host_syncs, context.device)
+    check_same_settings(context, plain_settings(recipe, strategy, context, config.total_steps))
     emit(events.BuildStart)
     with durations.measure("data"):
         recipe.task.setup(context)
@@ -141,15 +146,17 @@ def assemble(
     emit(events.ModelReady)
     if model.table.trainable():
         with durations.measure("optimizer"):
-            named = [(row.name, row.parameter) for row in model.table.trainable()]
-            parts.optimizer = build_optimizer(recipe.optimizer_provider(), named)
+            update = build_update(recipe.optimizer_provider(), model.table.trainable(), context)
+            parts.optimizer = update.optimizer
         emit(events.OptimizerReady)
-        run.total_steps, stream.max_epochs, schedule_steps = plan_length(config, recipe.data.num_packs(), None)
+        run.total_steps, stream.max_epochs, schedule_steps = plan_length(config, stream.num_packs(), None)
         scheduler = build_schedule(recipe, parts.optimizer, schedule_steps)
-        loop = build_loop(recipe, model, context, parts.optimizer, scheduler, stream, run, records, dispatcher, requests)
-        random = RandomStreams(config.seed, context.device)
+        loop = build_loop(recipe, model, context, update, scheduler, stream, run, records, dispatcher, requests)
+        random = RandomStreams(config.seed, context.device, context.data_rank, context.num_data_ranks)
         identity = run_identity(recipe, model.table, strategy, context)
-        state = TrainingState(loop, model.table, random, dispatcher.callbacks, recipe.task, identity, config.checkpoint_trainable_only)
+        state = TrainingState(
+            loop, model.table, random, dispatcher.callbacks, recipe.task, identity, context, config.checkpoint_trainable_only
+        )
         parts.training = TrainingParts(loop, random, state)
         emit(events.LRSchedulerReady)
     emit(events.BuildEnd, durations=durations.seconds)
@@ -163,7 +170,7 @@ def run_identity(recipe: Recipe, table: ParameterTable, strategy: MeshStrategy, 
     if config.checkpoint_trainable_only and not frozen:
         logger.warning("checkpoint_trainable_only=True has no effect: nothing is frozen, so checkpoints hold all weights")
     if config.checkpoint_trainable_only:  # they come from the source model at a resume, which may have changed
-        identity["frozen_weights"] = tensors_checksum(frozen)
+        identity["frozen_weights"] = tensors_checksum(frozen, context)
     settings = plain_settings(recipe, strategy, context, None)
     del settings["trainer"]["total_steps"]  # an extended run is the same run, and the LR schedule tells of its new length
     del settings["callbacks"]  # they name folders, which may have moved
@@ -196,6 +203,8 @@ def open_stream(provider: DataProvider, context: DistributedContext, config: Tra
         prefetch_packs=default if config.prefetch_packs is None else config.prefetch_packs,
         overfit_packs=config.overfit_packs if training else 0,
         max_epochs=None if training else 1,
+        context=context,
+        fill_up=not training,
     )
 
 
@@ -213,15 +222,27 @@ def build_model(recipe: Recipe, context: DistributedContext) -> BuiltModel:
     call: Callable[[Any, Any], Any] = ModelCaller(stage.module)
     if config.precision == "bf16":
         call = InputsAs(torch.bfloat16, call)
-    runner = SequentialRunner(call, context, autocast=make_autocast(config.precision, context.device))
-    return BuiltModel([stage.module], [stage], table, runner)
+    units: list[nn.Module] = []
+    if context.world_size > 1:
+        from trainer_kit.parallel import fsdp_units
+
+        table.check_contracts(context.dense_sizes())
+        units = fsdp_units(stage.module)
+    runner = SequentialRunner(
+        call,
+        context,
+        autocast=make_autocast(config.precision, context.device),
+        lockstep=bool(units) or context.num_tensor_ranks > 1,
+        modules=[stage.module],
+    )
+    return BuiltModel([stage.module], [stage], table, runner, units)
 
 
 def build_loop(
     recipe: Recipe,
     model: BuiltModel,
     context: DistributedContext,
-    optimizer: torch.optim.Optimizer,
+    update: Update,
     lr_scheduler: Any,
     stream: DataStream,
     run: RunState,
@@ -230,11 +251,20 @@ def build_loop(
     requests: Requests,
 ) -> TrainingLoop:
     """The loop with the parts of a step."""
-    config, device = recipe.config, context.device
+    config, device, optimizer = recipe.config, context.device, update.optimizer
     takes_fp32 = bool(getattr(optimizer, "accepts_fp32_gradients", False))
-    grad_dtype = DTYPES[config.grad_dtype] or (torch.float32 if takes_fp32 else None)
-    gradients = Gradients(model.table.trainable(), grad_dtype=grad_dtype, cast_for_update=not takes_fp32)
+    gradients = Gradients(
+        model.table.trainable(),
+        context=context,
+        grad_dtype=DTYPES[config.grad_dtype] or (torch.float32 if takes_fp32 else None),
+        cast_for_update=not takes_fp32,
+        sync=_fsdp_sync(model.fsdp_units, context),
+    )
     metrics = metrics_of(recipe.task, device)
+    if context.world_size > 1:
+        model.runner.begin_microbatch = gradients.begin_microbatch
+        prepare_metrics(metrics, context)
+        records.combine = Reduction(context, metrics).combine
     deferred = device.type != "cpu"
     guard = NonFiniteGuard(gradients, optimizer, config.nonfinite, device=device, deferred=deferred, delay=config.log_delay)
     return TrainingLoop(
@@ -245,13 +275,21 @@ def build_loop(
         model.table,
         gradients,
         guard,
-        optimizer,
+        update,
         lr_scheduler,
         records,
         metrics,
         dispatcher,
         requests,
     )
+
+
+def _fsdp_sync(units: Sequence[nn.Module], context: DistributedContext) -> Any:
+    if not units:
+        return None
+    from trainer_kit.parallel import FSDPSync
+
+    return FSDPSync(units, context.strategy.fsdp_sync)
 
 
 def build_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer, schedule_steps: int | None) -> Any:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.metrics import Metric, Perplexity
 from trainer_kit.task import ForwardInputs, Task
+from trainer_kit.torch_private import whole_tensor
 
 IGNORE_INDEX = -100
 
@@ -61,7 +62,9 @@ class CausalLMTask(Task):
     def compute_loss(self, pipeline_results: Any, state: TokenTargets) -> torch.Tensor:
         logits = pipeline_results if isinstance(pipeline_results, torch.Tensor) else pipeline_results.logits
         # A sum over a clamped count stays finite, with zero gradients, when no label counts.
-        total = F.cross_entropy(logits.flatten(0, 1).float(), state.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))  # a bf16 softmax loses digits
+        total = F.cross_entropy(logits, state.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        total = whole_tensor(total)  # with tensor parallelism the logits are cut over the vocabulary, and stay so
         count = state.num_tokens.clamp(min=1) if isinstance(state.num_tokens, torch.Tensor) else max(state.num_tokens, 1)
         loss = total / count
         state.loss = loss.detach()
@@ -74,7 +77,7 @@ class CausalLMTask(Task):
         metrics["perplexity"].update(state.loss, state.num_tokens)
 
     def process_outputs(self, pipeline_results: Any, state: Any) -> Any:
-        return pipeline_results if isinstance(pipeline_results, torch.Tensor) else pipeline_results.logits
+        return whole_tensor(pipeline_results if isinstance(pipeline_results, torch.Tensor) else pipeline_results.logits)
 
 
 def without_padding(tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -38,6 +38,7 @@ class TrainerConfig(BaseModel):
     overfit_packs: train on the first packs again and again. limit_evaluate_packs: at most so many packs per evaluation.
     detect_host_syncs: raise where a step waits for the device (needs CUDA).
     run_name: name of the run in checkpoints and logs.
+    setup_timeout: seconds that ranks wait for each other while things are set up, saved or exported. step_timeout: the same in a step.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
@@ -63,6 +64,8 @@ class TrainerConfig(BaseModel):
     limit_evaluate_packs: int | None = Field(default=None, ge=1)
     detect_host_syncs: bool = False
     run_name: str = "run"
+    setup_timeout: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
+    step_timeout: float = Field(default=300.0, gt=0, allow_inf_nan=False)
 
     def __init__(self, **settings: Any) -> None:
         try:
@@ -127,6 +130,8 @@ class TrainerSettings(TypedDict, total=False):
     limit_evaluate_packs: int | None
     detect_host_syncs: bool
     run_name: str
+    setup_timeout: float
+    step_timeout: float
 
 
 def make_config(config: TrainerConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]) -> TrainerConfig:

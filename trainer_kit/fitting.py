@@ -55,7 +55,7 @@ class Fitting:
             return  # the run keeps the length it has, be it extended
         if total_steps is not None and (type(total_steps) is not int or total_steps < 0):
             raise ConfigurationError(f"fit(total_steps={total_steps!r}): expected a number of steps that is not negative")
-        self._take_length(plan_length(self.recipe.config, self.recipe.data.num_packs(), total_steps))
+        self._take_length(plan_length(self.recipe.config, self.training.loop.stream.num_packs(), total_steps))
 
     def _count_what_is_left(self) -> None:
         """Where passes over the data end the run, another batch size since the save means another number of steps."""
@@ -95,8 +95,9 @@ class Fitting:
         run = loop.run
         run.deadline = None if config.max_time is None else time.monotonic() + config.max_time
         closers = [loop.stream.close, loop.gradients.zero, *self.closers]
+        last_values = loop.records.flush if self.context.world_size == 1 else loop.records.drop
         life = FitLifecycle(
-            run, loop.dispatcher, self.requests, self.training.random, self.saving.saver, loop.records.flush, loop.undo_step, closers
+            run, loop.dispatcher, self.requests, self.training.random, self.saving.saver, last_values, loop.undo_step, closers
         )
         with run_environment(config, self.context.device), life.around():
             set_train_modes(self.model.stages)

@@ -24,6 +24,8 @@ from trainer_kit.random_state import forked
 from trainer_kit.records import Records
 from trainer_kit.run_state import RunState
 from trainer_kit.task import Task
+from trainer_kit.weights.buffers import share_buffers
+from trainer_kit.torch_private import whole_tensor
 
 
 @dataclass
@@ -48,20 +50,28 @@ class Inference:
             self.dispatcher.emit(events.EvaluateStart)
             with self._forward_only(data) as stream:
                 limit = self.config.dev_steps or self.config.limit_evaluate_packs
-                values = loop.evaluate(stream, self.model.runner, task, self.context.device, prefix=name, limit=limit)
+                values = loop.evaluate(stream, self.model.runner, task, self.context, prefix=name, limit=limit)
             self.dispatcher.emit(events.EvaluateEnd, values=values)
         if f"{name}/loss" not in values:
             raise ConfigurationError("evaluate(data): the data gave no sample that counts, so there is no loss; is it empty or exhausted?")
         return values
 
     def predict(self, data: Any, task: Task, each: Callable[[Any], None]) -> None:
-        """Give the host outputs of each microbatch to `each`, in order."""
+        """Give the host outputs of each microbatch to `each`, in order; on rank 0 those of all ranks, elsewhere none."""
         with self._phase("prediction"):
             self.dispatcher.emit(events.PredictStart)
             with self._forward_only(data) as stream:
                 for outputs in loop.predict(stream, self.model.runner, task, limit=self.config.dev_steps):
-                    each(map_tensors(lambda tensor: tensor.detach().cpu(), outputs))
+                    for ready in self._of_all_ranks([map_tensors(lambda t: whole_tensor(t.detach()).cpu(), output) for output in outputs]):
+                        each(ready)
             self.dispatcher.emit(events.PredictEnd)
+
+    def _of_all_ranks(self, outputs: list[Any]) -> list[Any]:
+        """The outputs of one pack in the order of the data ranks, whose samples follow one another in this order."""
+        if self.context.world_size == 1:
+            return outputs
+        parts = self.context.host.gather(outputs if self.context.is_counted else [])
+        return [output for part in parts or () for output in part]
 
     @contextmanager
     def _phase(self, phase: Literal["evaluation", "prediction"]) -> Iterator[None]:
@@ -82,6 +92,7 @@ class Inference:
             provider = as_provider(data)
             provider.setup(self.context, self.config.seed)
         stream = assembly.open_stream(provider, self.context, self.config, training=False)
+        share_buffers(self.model.table.buffers, self.context)  # the samples of all ranks are seen by one model
         try:
             with forked(self.context.device), eval_modes(self.model.stages), torch.no_grad():
                 yield stream

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from trainer_kit import events
 from trainer_kit.callback import Dispatcher
 from trainer_kit.checkpoint import CheckpointSaver
+from trainer_kit.mesh import DistributedContext
 from trainer_kit.random_state import RandomStreams
 from trainer_kit.run_state import Requests, RunState
 
@@ -17,7 +18,7 @@ from trainer_kit.run_state import Requests, RunState
 class FitLifecycle:
     """Guards one fit.
 
-    last_values: brings out the records that are still on their way, when an error ends the fit. undo_step: called when a step ended
+    last_values: when an error ends the fit, brings out the records that are still on their way, if that takes no other rank. undo_step: called when a step ended
     half-way. closers: called at the end, each once.
     """
 
@@ -34,7 +35,7 @@ class FitLifecycle:
     def around(self) -> Iterator[None]:
         """The block is the fit. After it, in order or not: streams given back, everything closed, `on_exception` told."""
         error: BaseException | None = None
-        self.run.phase, self.run.stop_reason, self.run.stop_raising = "between steps", None, None
+        self.run.phase, self.run.stop_reason, self.run.stop_raising, self.run.stop_agreed = "between steps", None, None, False
         try:
             self.random.enter()
             yield
@@ -97,3 +98,21 @@ def telling(dispatcher: Dispatcher) -> Iterator[None]:
             except Exception as failure:
                 error.add_note(f"besides, closing failed: {type(failure).__name__}: {failure}")
         raise
+
+
+@contextmanager
+def together(what: str, context: DistributedContext, run: RunState) -> Iterator[None]:
+    """The block is a call that all ranks make. Another call on another rank is an error at once; an error on one rank ends it on all.
+
+    The way out of an error calls no collective: whoever fails says so, and the others stop waiting for it.
+    """
+    if context.world_size == 1 or run.together:
+        yield
+        return
+    run.together = True
+    try:
+        with context.failures.section():
+            context.host.agree(what)
+            yield
+    finally:
+        run.together = False

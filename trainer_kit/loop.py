@@ -7,7 +7,7 @@ the events at their places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +16,17 @@ import torch
 from trainer_kit import events
 from trainer_kit.callback import Dispatcher
 from trainer_kit.data import DataStream, Pack
-from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.gradients import Gradients, NonFiniteGuard
+from trainer_kit.mesh import DistributedContext
 from trainer_kit.metrics import Metric
-from trainer_kit.metrics.of_task import computed, metrics_of
+from trainer_kit.metrics.of_task import metrics_of
+from trainer_kit.optim.update import Update
 from trainer_kit.parameters import ParameterTable
 from trainer_kit.pipeline import LossSums, SequentialRunner
 from trainer_kit.records import Records
+from trainer_kit.reduction import Reduction, prepare_metrics, sums_of, with_metrics
 from trainer_kit.run_state import Requests, RunState
 from trainer_kit.task import Task
-from trainer_kit.torch_private import step_optimizer
 
 
 @dataclass
@@ -39,13 +40,18 @@ class TrainingLoop:
     table: ParameterTable
     gradients: Gradients
     guard: NonFiniteGuard
-    optimizer: torch.optim.Optimizer
+    update: Update
     lr_scheduler: Any
     records: Records
     metrics: dict[str, Metric]
     dispatcher: Dispatcher
     requests: Requests
     before: dict[str, Any] = field(default_factory=dict)  # the metrics as the running step found them
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that makes the update."""
+        return self.update.optimizer
 
     def fit(self) -> None:
         """Steps until the planned end, a stop, or the end of the data."""
@@ -100,20 +106,20 @@ class TrainingLoop:
             self.records.log("optim/grad_norm", gradients.norm())  # before the clipping changes it
         emit(events.GradientsReady, step=index, grad_norm=gradients.norm, scale=gradients.scale)
 
-        update = self.guard.permits(index, weight)
+        permitted = self.guard.permits(index, weight)
         if losses is not None:
             self._log_step(losses)  # before the LR schedule moves on: the lr of this step
-        if update:
+        if permitted:
             emit(events.BeforeOptimizerStep, step=index)
             gradients.cast_for_update()
-            step_optimizer(self.optimizer)
+            self.update.step()
             emit(events.OptimizerStep, step=index)
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         gradients.zero()
 
         run.step = index + 1
-        emit(events.StepEnd, step=index, skipped=not update)
+        emit(events.StepEnd, step=index, skipped=not permitted)
         if record:
             self.records.close_step(run.step)
 
@@ -131,37 +137,31 @@ class TrainingLoop:
         return lambda index, loss: self.dispatcher.emit(events.MicrobatchEnd, step=step, microbatch=index, loss=loss)
 
     def _log_step(self, losses: LossSums) -> None:
-        log = self.records.log
-        for name, value in with_metrics(losses.values("train"), self.metrics, "train").items():
-            log(name, value)
-        log("optim/lr", self.optimizer.param_groups[0]["lr"])
+        summarise = with_metrics if self.records.combine is None else sums_of
+        self.records.add(summarise(losses, self.metrics, "train"))
+        self.records.log("optim/lr", self.optimizer.param_groups[0]["lr"])
         for metric in self.metrics.values():
             metric.reset()
 
 
 def evaluate(
-    stream: DataStream, runner: SequentialRunner, task: Task, device: torch.device, *, prefix: str, limit: int | None
+    stream: DataStream, runner: SequentialRunner, task: Task, context: DistributedContext, *, prefix: str, limit: int | None
 ) -> dict[str, float]:
-    """The weighted mean losses and the metrics over one pass, as host numbers `<prefix>/<name>`."""
-    losses, metrics = LossSums(), metrics_of(task, device)
+    """The weighted mean losses and the metrics over one pass, as host numbers `<prefix>/<name>`, the same on every rank."""
+    losses, metrics = LossSums(), metrics_of(task, context.device)
+    prepare_metrics(metrics, context)
     for pack in _one_pass(stream, limit):
         runner.evaluate_pack(pack, task, metrics, losses)
-    return {name: float(value) for name, value in with_metrics(losses.values(prefix), metrics, prefix).items()}
+    if context.world_size == 1:
+        return {str(name): float(value) for name, value in with_metrics(losses, metrics, prefix).items()}
+    sums = {key: float(value) for key, value in sums_of(losses, metrics, prefix).items()}
+    return Reduction(context, metrics).combine(sums, {})
 
 
-def with_metrics(losses: Mapping[str, Any], metrics: Mapping[str, Metric], prefix: str) -> dict[str, Any]:
-    """The losses and the computed metrics under their names; a metric may not take the place of a loss term."""
-    found = {key: value for name, metric in metrics.items() for key, value in computed(f"{prefix}/{name}", metric).items()}
-    if both := sorted(losses.keys() & found.keys()):
-        name = both[0].removeprefix(f"{prefix}/")
-        raise ConfigurationError(f"{name!r} is the name of a loss term and of a metric of metrics(); rename one of them")
-    return {**losses, **found}
-
-
-def predict(stream: DataStream, runner: SequentialRunner, task: Task, *, limit: int | None) -> Iterator[Any]:
-    """What `task.process_outputs` makes of each microbatch, in order."""
+def predict(stream: DataStream, runner: SequentialRunner, task: Task, *, limit: int | None) -> Iterator[list[Any]]:
+    """What `task.process_outputs` makes of the microbatches of each pack, in order."""
     for pack in _one_pass(stream, limit):
-        yield from runner.predict_pack(pack, task)
+        yield list(runner.predict_pack(pack, task))
 
 
 def _one_pass(stream: DataStream, limit: int | None) -> Iterator[Pack]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from trainer_kit.exceptions import ModelError
 from trainer_kit.mesh.contracts import Contracts, contracts_of, missing_dimensions
-from trainer_kit.mesh.layout import Layout, is_distributed, layout_of, local_of
+from trainer_kit.mesh.layout import Layout, is_distributed, layout_of, like, local_of
 from trainer_kit.names import state_tensors
 
 
@@ -40,6 +40,14 @@ class ParameterRow:
     def trainable(self) -> bool:
         """Whether it gets gradients."""
         return self.parameter.requires_grad
+
+    def laid_out(self, local: torch.Tensor) -> torch.Tensor:
+        """A tensor of the shape of `self.local` as the whole that it is a part of: a DTensor around its memory if the parameter is one."""
+        return like(self.parameter, local)
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of this rank, sharing memory, of a tensor that is whole or laid out as the parameter is."""
+        return local_of(tensor) if is_distributed(tensor) else tensor.detach()[self.layout.box]
 
 
 class ParameterTable:

@@ -7,14 +7,18 @@ step. Nothing here runs on the device's critical path: `Deferred` starts the cop
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from trainer_kit.exceptions import ConfigurationError
 
 Value = float | int | bool | torch.Tensor
+Reduce = Literal["mean", "sum", "max", "min"]
+REDUCTIONS = ("mean", "sum", "max", "min")
+Combine = Callable[[dict[Hashable, float], dict[str, Reduce]], dict[str, float]]
 
 
 class Deferred:
@@ -47,11 +51,12 @@ class Deferred:
 @dataclass(slots=True)
 class _Record:
     step: int
-    numbers: dict[str, float]
-    names: list[str]
+    numbers: dict[Hashable, float]
+    names: list[Hashable]
     deferred: Deferred
+    reductions: dict[str, Reduce]
 
-    def values(self) -> dict[str, float]:
+    def values(self) -> dict[Hashable, float]:
         return self.numbers | dict(zip(self.names, self.deferred.values(), strict=True))
 
 
@@ -85,20 +90,29 @@ class Records:
     """Collects the values of the running steps and delivers records.
 
     deliver: called with (finished steps, host values) of each record, in order of steps.
+    combine: on a mesh, brings the values of all ranks together when a record is delivered, which all ranks do after the same step; the
+    values are on the host by then, so no device waits for it. None: the values are those of the run.
     """
 
     def __init__(self, deliver: Callable[[int, dict[str, float]], None], *, log_every: int, log_delay: int) -> None:
         self._deliver = deliver
         self._log_every, self._log_delay = log_every, log_delay
-        self._open: dict[str, Value] = {}
+        self._open: dict[Hashable, Value] = {}
+        self._reductions: dict[str, Reduce] = {}
         self._pending: deque[_Record] = deque()
+        self.combine: Combine | None = None
 
     def due(self, finished: int) -> bool:
         """Whether the step that makes `finished` steps is a recorded one."""
         return finished % self._log_every == 0
 
-    def log(self, name: str, value: Value) -> None:
-        """Keep a number or one-element tensor for the next record; the last value of a name counts."""
+    def log(self, name: str, value: Value, reduce: Reduce = "mean") -> None:
+        """Keep a number or one-element tensor for the next record; the last value of a name counts.
+
+        reduce: how the values of several data ranks become one.
+        """
+        if reduce not in REDUCTIONS:
+            raise ConfigurationError(f"log({name!r}, ..., reduce={reduce!r}): expected one of {', '.join(map(repr, REDUCTIONS))}")
         if isinstance(value, torch.Tensor):
             if value.numel() != 1:
                 raise ConfigurationError(
@@ -108,10 +122,17 @@ class Records:
         elif not isinstance(value, (float, int)) and not hasattr(value, "__float__"):
             raise ConfigurationError(f"log({name!r}, ...): found a {type(value).__name__}, expected a number or a one-element tensor")
         self._open[name] = value
+        if reduce != "mean" or name in self._reductions:
+            self._reductions[name] = reduce
+
+    def add(self, values: Mapping[Hashable, Value]) -> None:
+        """Keep values of the step that is about to close: losses, metrics, or on a mesh the sums that they are made of."""
+        for key, value in values.items():
+            self._open[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def state_dict(self) -> dict[str, Value]:
         """What was logged for the next record."""
-        return dict(self._open)
+        return {str(name): value for name, value in self._open.items()}
 
     def load_state_dict(self, state: dict[str, Value]) -> None:
         """Take back what `state_dict` gave, in place of what is open now."""
@@ -120,18 +141,20 @@ class Records:
     def close_step(self, finished: int) -> None:
         """Make a record of what was logged; its copy to the host starts here."""
         values, self._open = self._open, {}
-        if not values:
+        if not values and self.combine is None:  # on a mesh others may have something
             return
         names = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
         numbers = {name: float(value) for name, value in values.items() if not isinstance(value, torch.Tensor)}
-        by_device: dict[torch.device, list[str]] = {}
+        by_device: dict[torch.device, list[Hashable]] = {}
         for name in names:
             by_device.setdefault(values[name].device, []).append(name)  # type: ignore[union-attr]
+        reductions, self._reductions = self._reductions, {}
         for group in by_device.values():
-            self._pending.append(_Record(finished, numbers, group, Deferred([values[name] for name in group])))  # type: ignore[misc]
+            deferred = Deferred([values[name] for name in group])  # type: ignore[misc]
+            self._pending.append(_Record(finished, numbers, group, deferred, reductions))
             numbers = {}
         if not by_device:
-            self._pending.append(_Record(finished, numbers, [], Deferred([])))
+            self._pending.append(_Record(finished, numbers, [], Deferred([]), reductions))
 
     def deliver_due(self, finished: int) -> None:
         """Deliver the records that are at least `log_delay` steps old."""
@@ -139,13 +162,25 @@ class Records:
             self._deliver_one()
 
     def flush(self) -> None:
-        """Deliver everything recorded so far."""
+        """Deliver everything recorded so far. On a mesh all ranks do so together."""
         while self._pending:
             self._deliver_one()
 
+    def drop(self) -> None:
+        """Forget the records that are on their way."""
+        self._pending.clear()
+
     def _deliver_one(self) -> None:
         step = self._pending[0].step
-        values: dict[str, float] = {}
+        values: dict[Hashable, float] = {}
+        reductions: dict[str, Reduce] = {}
         while self._pending and self._pending[0].step == step:
-            values |= self._pending.popleft().values()
-        self._deliver(step, values)
+            record = self._pending.popleft()
+            values |= record.values()
+            reductions |= record.reductions
+        if self.combine is not None:
+            combined = self.combine(values, reductions)
+            if combined:
+                self._deliver(step, combined)
+        else:
+            self._deliver(step, {str(name): value for name, value in values.items()})

@@ -1,14 +1,19 @@
-"""Where a run stands, and what was asked of it during a step."""
+"""Where a run stands, and what was asked of it during a step.
+
+A wish to stop counts from the next boundary on (`boundary.py`), where all ranks learn of it.
+"""
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer_kit.exceptions import ConfigurationError, StateError, nearest
+
+if TYPE_CHECKING:
+    from trainer_kit.boundary import Boundary
 
 RequestKind = Literal["evaluate", "save"]
 ARGUMENTS = {"evaluate": ("data", "task", "name"), "save": ("path", "asynchronous")}
@@ -16,7 +21,10 @@ ARGUMENTS = {"evaluate": ("data", "task", "name"), "save": ("path", "asynchronou
 
 @dataclass(slots=True)
 class RunState:
-    """Counters of a run. `step` is the number of finished optimizer steps; `phase` says what the trainer is doing now."""
+    """Counters of a run. `step` is the number of finished optimizer steps; `phase` says what the trainer is doing now.
+
+    stop_reason, stop_raising: what this rank wishes; stop_agreed: whether the run ends at this boundary, on every rank.
+    """
 
     step: int = 0
     epoch: int = 0
@@ -25,21 +33,13 @@ class RunState:
     phase: Literal["idle", "between steps", "step", "evaluation", "prediction"] = "idle"
     stop_reason: str | None = None
     stop_raising: BaseException | None = None
+    stop_agreed: bool = False
+    together: bool = False  # whether the trainer is in a call that all ranks make
 
     @property
     def finished(self) -> bool:
         """Whether no further step is to be made."""
-        return (
-            self.stop_reason is not None
-            or (self.total_steps is not None and self.step >= self.total_steps)
-            or (self.deadline is not None and self._out_of_time())
-        )
-
-    def _out_of_time(self) -> bool:
-        if self.deadline is not None and time.monotonic() >= self.deadline:
-            self.stop_reason = "max_time is over"
-            return True
-        return False
+        return self.stop_agreed or (self.total_steps is not None and self.step >= self.total_steps)
 
     def refuse_inside_step(self, what: str, instead: str) -> None:
         """Raise StateError if a step is running."""
@@ -49,14 +49,11 @@ class RunState:
 
 @dataclass(slots=True)
 class Requests:
-    """What callbacks asked for during a step, carried out after it: evaluations first, then saves.
-
-    settle_saves: brings out the outcome of a background save that has ended meanwhile.
-    """
+    """What callbacks asked for during a step, carried out after it, on all ranks together: evaluations first, then saves."""
 
     evaluate: Callable[..., Any]
     save: Callable[..., Any]
-    settle_saves: Callable[[], None]
+    boundary: Boundary
     _pending: list[tuple[RequestKind, dict[str, Any]]] = field(default_factory=list)
 
     def add(self, kind: RequestKind, arguments: dict[str, Any]) -> None:
@@ -72,12 +69,13 @@ class Requests:
             self._pending.append((kind, arguments))
 
     def carry_out(self) -> None:
-        """Do what is pending, after the outcome of a background save that has ended. A request made meanwhile is done too."""
-        self.settle_saves()
+        """Meet the other ranks, then do what is pending. A request or a wish to stop made meanwhile counts too."""
+        self.boundary.meet(self._pending)
         while self._pending:
             position = next((i for i, (kind, _) in enumerate(self._pending) if kind == "evaluate"), 0)
             kind, arguments = self._pending.pop(position)
             (self.evaluate if kind == "evaluate" else self.save)(**arguments)
+            self.boundary.meet(self._pending)
 
     def clear(self) -> None:
         """Forget what is pending, after an error."""

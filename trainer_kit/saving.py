@@ -1,6 +1,7 @@
 """Saving and loading training checkpoints: when it is allowed, what must be settled first, and which events tell of it.
 
-What is saved is in `training_state.py`; how it becomes valid is in `checkpoint/saver.py`.
+What is saved is in `training_state.py`; how it becomes valid is in `checkpoint/saver.py`. On a mesh all ranks call every method; rank 0
+alone looks into the folders and changes them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from trainer_kit import events
 from trainer_kit.callback import Dispatcher
 from trainer_kit.checkpoint import CheckpointFolder, CheckpointSaver, newest_path
 from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.mesh.team import Team
 from trainer_kit.records import Records
 from trainer_kit.training_state import PARTS, TrainingState
 
@@ -39,26 +41,31 @@ class Saving:
         guard.resolve()  # a step whose gradients were not finite must never be saved
         self.records.flush()
         self.dispatcher.emit(events.CheckpointStart, path=path, step=run.step)
-        tensors, values = self.state.collect()
         dispatcher, told = self.dispatcher, {"path": path, "step": run.step}
-        self.saver.save(
-            path,
-            tensors,
-            values,
-            step=run.step,
-            identity=self.state.identity,
-            asynchronous=asynchronous,
-            on_saved=lambda: dispatcher.emit(events.CheckpointSaved, **told),
-        )
+        with self.state.context.long_timeout():
+            tensors, values = self.state.collect_together()
+            self.saver.save(
+                path,
+                tensors,
+                values,
+                step=run.step,
+                identity=self.state.identity,
+                asynchronous=asynchronous,
+                on_saved=lambda: dispatcher.emit(events.CheckpointSaved, **told),
+            )
 
     def load(self, path: str, parts: Sequence[str] | None, *, verify: bool = True) -> None:
         """Bring the run to the state in a folder, or to some parts of it."""
         self.saver.wait()
-        step = self.state.restore(path, parts, verify=verify)
+        with self.state.context.long_timeout():
+            step = self.state.restore(path, parts, verify=verify)
         self.dispatcher.emit(events.CheckpointLoaded, path=path, step=step, parts=PARTS if parts is None else tuple(parts))
 
     def prepare(self) -> None:
         """Before the first step: refuse folders of another run, and set aside what lies ahead of the step from which this run goes on."""
+        Team.of(self.state.context).on_main(self._prepare_folders)
+
+    def _prepare_folders(self) -> None:
         for folder in self.folders:
             newest = folder.find_newest().saved
             if newest is not None:
@@ -71,10 +78,13 @@ class Saving:
                 logger.warning("checkpoints of later steps were renamed, so that none is resumed by mistake: %s", ", ".join(aside))
 
     def check_state(self) -> None:
-        """Raise CheckpointError now if some state cannot be saved, rather than at the first save, hours later. Copies nothing."""
+        """Raise CheckpointError now if some state cannot be saved, rather than at the first save, hours later.
+
+        Copies nothing, and asks no other rank.
+        """
         if self.folders:
             self.state.collect()
 
     def newest(self) -> str | None:
         """The newest valid checkpoint in the folders of the run; None if there is none."""
-        return newest_path(self.folders)
+        return newest_path(self.folders, self.state.context)

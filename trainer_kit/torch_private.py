@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import multiprocessing.connection
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 if TYPE_CHECKING:
@@ -78,6 +82,35 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def written_class(module: nn.Module) -> type:
+    """The class of a module as its author wrote it: `fully_shard` gives a module a subclass that exists nowhere in the source."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return type(module)
+    return type(module).__mro__[type(module)._orig_cls_mro_index]
+
+
+def fsdp_modules(module: nn.Module) -> list[Any]:
+    """The FSDPModules in a module, itself included. Asking does not import FSDP, which takes seconds."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
+
+
+def settle_fsdp_memory(module: nn.Module) -> None:
+    """Make FSDP take over the parameters that its modules hold now, in memory that stays theirs.
+
+    FSDP gathers from memory that is padded to equal sizes. It moves parameters there at the first forward, so that whoever kept the
+    local tensor of an uneven shard would go on with memory that FSDP no longer reads.
+    """
+    for unit in fsdp_modules(module):
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                parameter.sharded_param = getattr(info.module, info.param_name)  # else it insists on objects swapped in place
+                parameter.reset_sharded_param()
+            group._reset_sharded_params = True
+
+
 _CTYPES: dict[torch.dtype, Any] = {
     torch.float64: ctypes.c_double, torch.float32: ctypes.c_float, torch.bool: ctypes.c_bool, torch.uint8: ctypes.c_uint8,
     torch.int64: ctypes.c_int64, torch.int32: ctypes.c_int32, torch.int16: ctypes.c_int16, torch.int8: ctypes.c_int8,
@@ -131,3 +164,138 @@ def shut_down_loader(loader: DataLoader[Any], iterator: Iterator[Any]) -> None:
         iterator._shutdown_workers()  # type: ignore[attr-defined]
         if loader._iterator is iterator:
             loader._iterator = None
+
+
+def default_store() -> Any:
+    """The key-value store behind the default process group, which may have been made by somebody else."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def set_group_timeout(group: Any, timeout: timedelta) -> None:
+    """The time limit of collectives that start on a process group from now on. A fake group of a dry run has none.
+
+    Before torch 2.14, which warns of the old name, there is no public way.
+    """
+    dist = torch.distributed
+    if dist.get_backend(group) == "fake":
+        return
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout, group)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def abort_process_groups() -> None:
+    """Take down the default process group and all others without waiting for collectives under way, which may never end."""
+    torch.distributed.distributed_c10d._abort_process_group()
+
+
+def group_timeout(group: Any) -> timedelta | None:
+    """The time limit of collectives on a process group; None if it has none."""
+    if torch.distributed.get_backend(group) == "fake":
+        return None
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def fsdp_unit_name(value: Any) -> str | None:
+    """The name of the module that an FSDP parameter group belongs to; None for anything else. Only a traceback shows such groups."""
+    return getattr(value, "_module_fqn", None) if type(value).__name__ == "FSDPParamGroup" else None
+
+
+def forget_meshes() -> None:
+    """Drop what DTensor remembers of meshes whose process groups are gone.
+
+    Meshes compare by shape and ranks, not by group, so a cached result of one with the same shape would lead to groups that were destroyed.
+    """
+    if distributed_tensor_type() is not None:
+        from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        clear_redistribute_planner_cache()
+        _clear_sharding_prop_cache()
+
+
+def without_views(output: Any) -> Any:
+    """`output` with a copy in place of each tensor with a graph that is a view of another; None if there is none.
+
+    Seen in the containers that FSDP looks into. Nothing public tells whether a tensor is a view.
+    """
+    from torch.distributed.fsdp._common_utils import collect_grad_tensors, replace_grad_tensors
+
+    tensors = collect_grad_tensors(output)
+    if all(tensor._base is None for tensor in tensors):
+        return None
+    return replace_grad_tensors(output, iter([tensor if tensor._base is None else tensor.clone() for tensor in tensors]))
+
+
+def forget_gradients(unit: Any) -> None:
+    """Drop what an aborted forward or backward left in an FSDP unit, the gradients that were accumulated and not reduced too.
+
+    `reset_iter_state` is refused by all units but the one that ran first, and keeps those gradients.
+    """
+    state = unit._get_fsdp_state()
+    if state._is_root:
+        unit.reset_iter_state()
+    for group in state._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def reduce_in_one_dtype(unit: Any) -> None:
+    """Let an FSDP unit reduce what it accumulated without reducing, together with the gradients of the last backward.
+
+    With a reduction dtype of its own torch fails an assertion where a parameter is used in the last backward for the first time, or in
+    none (pytorch #196996), and an attribute is missing where a unit did not run yet. This goes before the method of FSDP that runs
+    after the backward of a unit.
+    """
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        group.post_backward = functools.partial(_post_backward, group)
+
+
+def _post_backward(group: Any, *unused: Any) -> None:
+    gathered = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+    if not gathered:
+        return
+    if group.reduce_grads and any(parameter.unsharded_accumulated_grad is not None for parameter in gathered):
+        for parameter in gathered:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+            whole = parameter._unsharded_param
+            if parameter.unsharded_accumulated_grad is None and whole.grad is None and whole.requires_grad:
+                parameter.unsharded_accumulated_grad = torch.zeros_like(whole, dtype=group._reduce_dtype)
+    type(group).post_backward(group, *unused)
+
+
+def keep_reduced_dtype(unit: Any, dtype: torch.dtype) -> None:
+    """Let an FSDP unit reduce the gradients of parameters narrower than `dtype` in it, and keep them in it.
+
+    FSDP brings what it has reduced back to the dtype of the parameter before it adds it to the gradient, so a sum of bfloat16 gradients
+    would be rounded once per microbatch. It settles its dtypes at the first forward, which is where this steps in.
+    """
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        group._init_mp_dtypes = functools.partial(_settle_dtypes, group, dtype)
+
+
+def _settle_dtypes(group: Any, dtype: torch.dtype) -> None:
+    trainable = [p.sharded_param.dtype for p in group.fsdp_params if p.sharded_param.requires_grad]
+    narrower = bool(trainable) and all(own.itemsize < dtype.itemsize for own in trainable)
+    if narrower:
+        group.mp_policy = replace(group.mp_policy, reduce_dtype=dtype)
+    type(group)._init_mp_dtypes(group)
+    if narrower:
+        group._orig_dtype = None  # which means: as reduced
+
+
+def handle_on_dtensors(handlers: dict[Any, Callable[..., Any]]) -> None:
+    """Let DTensor call `handler(op, args, kwargs)` for these operators in place of its own rules, as torch's `loss_parallel` does."""
+    from torch.distributed.tensor import DTensor
+
+    DTensor._op_dispatcher._custom_op_handlers.update(handlers)
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor gathered on all ranks of its mesh, which must all call this; any other tensor as it is."""
+    dtensor = distributed_tensor_type()
+    return tensor.full_tensor() if dtensor is not None and isinstance(tensor, dtensor) else tensor  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ The steps are in `loop.py`, the build in `assembly.py`, what is saved in `traini
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from trainer_kit import assembly, events
+from trainer_kit.boundary import boundary_of
 from trainer_kit.callback import Callback, Dispatcher, callback_list, check_callbacks
 from trainer_kit.callbacks import Checkpoint
 from trainer_kit.checkpoint import CheckpointSaver
@@ -25,16 +27,17 @@ from trainer_kit.events import Event
 from trainer_kit.exceptions import ConfigurationError, ModelError, StateError
 from trainer_kit.fitting import Fitting
 from trainer_kit.inference import Inference
-from trainer_kit.lifecycle import telling
+from trainer_kit.lifecycle import telling, together
 from trainer_kit.mesh import DistributedContext, MeshStrategy
 from trainer_kit.model import ModelProvider, as_model_provider
 from trainer_kit.optim import as_lr_scheduler_provider, as_optimizer_provider
 from trainer_kit.parameters import ParameterTable
-from trainer_kit.records import History, Records, Value
+from trainer_kit.records import History, Records, Reduce, Value
 from trainer_kit.run_state import Requests, RunState, weakly
 from trainer_kit.saving import Saving
 from trainer_kit.task import Task, checked_task
 from trainer_kit.weights import StateMapper, write_model_state
+from trainer_kit.weights.buffers import share_buffers
 from trainer_kit.weights.export import mapped_items
 
 
@@ -88,9 +91,6 @@ class Trainer:
         self.history = History()
         # The parts know the trainer weakly, so that a model is free as soon as its trainer is.
         self._records = Records(weakly(self._deliver), log_every=self.config.log_every, log_delay=self.config.log_delay)
-        self._saver = CheckpointSaver()
-        self._requests = Requests(weakly(self.evaluate), weakly(self._save), self._saver.poll)
-        self._context: DistributedContext | None = None
         self._parts: assembly.Parts | None = None
         self._closed = False
 
@@ -124,12 +124,18 @@ class Trainer:
         """The provider of the training data."""
         return self.recipe.data
 
-    @property
+    @functools.cached_property
     def context(self) -> DistributedContext:
-        """Where this process is: device, rank."""
-        if self._context is None:
-            self._context = self.strategy.build()
-        return self._context
+        """Where this process is: device, rank, meshes. The first access starts the process groups, if there are several ranks."""
+        return self.strategy.build(setup_timeout=self.config.setup_timeout, step_timeout=self.config.step_timeout)
+
+    @functools.cached_property
+    def _saver(self) -> CheckpointSaver:
+        return CheckpointSaver(context=self.context)
+
+    @functools.cached_property
+    def _requests(self) -> Requests:
+        return Requests(weakly(self.evaluate), weakly(self._save), boundary_of(self._run, self._saver, self.context))
 
     @property
     def stages(self) -> list[nn.Module]:
@@ -186,7 +192,7 @@ class Trainer:
             return
         self._parts = assembly.Parts()
         try:
-            with telling(self._dispatcher):
+            with telling(self._dispatcher), together("build()", self.context, self._run):
                 assembly.assemble(
                     self._parts, self.recipe, self.strategy, self.context,
                     run=self._run, records=self._records, dispatcher=self._dispatcher, requests=self._requests,
@@ -207,10 +213,11 @@ class Trainer:
         if self._run.phase != "idle":
             raise StateError("fit() inside fit(); use trainer.stop() and call fit again")
         self.build()
-        closers = [callback.close for callback in self.callbacks]
-        Fitting(self.recipe, self.strategy, self.context, self._model(), self._training(), self._saving(), self._requests, closers).fit(
-            total_steps, resume
-        )
+        with together("fit()", self.context, self._run):
+            closers = [callback.close for callback in self.callbacks]
+            Fitting(self.recipe, self.strategy, self.context, self._model(), self._training(), self._saving(), self._requests, closers).fit(
+                total_steps, resume
+            )
 
     def stop(self, reason: str, raising: BaseException | None = None) -> None:
         """End the run at the next step boundary, with the normal end events; `fit` then raises `raising`, if given.
@@ -222,10 +229,13 @@ class Trainer:
         self._run.stop_reason = self._run.stop_reason or reason
         self._run.stop_raising = self._run.stop_raising or raising
 
-    def log(self, name: str, value: Value) -> None:
-        """Record a number or one-element tensor under a name; it joins the next record. Never waits for the device."""
-        self._records.log(name, value)
-        if self._run.phase != "step":  # what belongs to no step is recorded at once, under the steps finished so far
+    def log(self, name: str, value: Value, *, reduce: Reduce = "mean") -> None:
+        """Record a number or one-element tensor under a name; it joins the next record. Never waits for the device.
+
+        reduce: how the values of the data ranks that logged it become one.
+        """
+        self._records.log(name, value, reduce)
+        if self._run.phase != "step" and self._records.combine is None:  # of no step: recorded at once, under the steps finished so far
             self._records.close_step(self._run.step)
             if self._run.phase == "idle":
                 self._records.flush()
@@ -255,18 +265,23 @@ class Trainer:
 
         Changes nothing of the run: random streams, train and eval modes, data position and gradients stay as they are.
         """
-        values = self._inference("evaluate()", "trainer.request('evaluate', data=...) does it after the step").evaluate(
-            data, self._task(task), name
-        )
-        self._deliver(self._run.step, dict(values))
-        self._carry_out_if_idle()
+        self._run.refuse_inside_step("evaluate()", "trainer.request('evaluate', data=...) does it after the step")
+        with together("evaluate()", self.context, self._run):
+            values = self._inference().evaluate(data, self._task(task), name)
+            self._deliver(self._run.step, dict(values))
+            self._carry_out_if_idle()
         return values
 
     def predict(self, data: Any, *, task: Task | None = None, each: Callable[[Any], None] | None = None) -> list[Any]:
-        """What `task.process_outputs` gives for each microbatch, in order, on the host. With `each` they go there instead, as they come."""
+        """What `task.process_outputs` gives for each microbatch, in order, on the host. With `each` they go there instead, as they come.
+
+        On a mesh all ranks call it; rank 0 gets the results of all, the others none.
+        """
         results: list[Any] = []
-        self._inference("predict()", "call it after fit() or in on_fit_end").predict(data, self._task(task), each or results.append)
-        self._carry_out_if_idle()
+        self._run.refuse_inside_step("predict()", "call it after fit() or in on_fit_end")
+        with together("predict()", self.context, self._run):
+            self._inference().predict(data, self._task(task), each or results.append)
+            self._carry_out_if_idle()
         return results
 
     def _carry_out_if_idle(self) -> None:
@@ -276,8 +291,7 @@ class Trainer:
     def _task(self, task: Task | None) -> Task:
         return self.task if task is None else checked_task(task)
 
-    def _inference(self, what: str, instead: str) -> Inference:
-        self._run.refuse_inside_step(what, instead)
+    def _inference(self) -> Inference:
         self.build()
         return Inference(self.config, self.context, self._model(), self._pause_data, self._run, self._records, self._dispatcher)
 
@@ -302,8 +316,9 @@ class Trainer:
             self._save(where, asynchronous=False)
 
     def _save(self, path: str | None = None, asynchronous: bool | None = None) -> None:
-        self.build()
-        self._saving().save(path, asynchronous=bool(asynchronous))
+        with together("save_checkpoint()", self.context, self._run):
+            self.build()
+            self._saving().save(path, asynchronous=bool(asynchronous))
 
     def load_checkpoint(self, path: str | os.PathLike[str], parts: Sequence[str] | None = None, *, verify: bool = True) -> None:
         """Bring the run to a saved state. Without `parts` everything must fit, and it must be a checkpoint of this run.
@@ -312,8 +327,9 @@ class Trainer:
         verify: compare the checksums of the files.
         """
         self._run.refuse_inside_step("load_checkpoint()", "call it before fit(), or pass fit(resume=path)")
-        self.build()
-        self._saving().load(os.fspath(path), parts, verify=verify)
+        with together("load_checkpoint()", self.context, self._run):
+            self.build()
+            self._saving().load(os.fspath(path), parts, verify=verify)
 
     def _saving(self) -> Saving:
         folders = [callback.folder for callback in self.callbacks if isinstance(callback, Checkpoint)]
@@ -330,9 +346,16 @@ class Trainer:
         """Write the weights as safetensors, `model.safetensors` or shards with an index, and return the file names.
 
         mapper: from the model's names to the layout of the files; None: the provider's. dtype: casts floating-point weights.
-        max_shard_size: bytes, or a text such as "4GB". A tied weight is written once, under its first name.
+        max_shard_size: bytes, or a text such as "4GB". A tied weight is written once, under its first name. On a mesh all ranks call
+        it, and the files are the same as those of one process.
         """
         self._run.refuse_inside_step("export()", "call it after fit() or in on_fit_end")
+        with together("export()", self.context, self._run):
+            return self._export(path, mapper, dtype, max_shard_size)
+
+    def _export(
+        self, path: str | os.PathLike[str], mapper: StateMapper | None, dtype: torch.dtype | None, max_shard_size: int | str
+    ) -> list[str]:
         self.build()
         model = self._model()
         if model.table.trainable():
@@ -341,8 +364,10 @@ class Trainer:
         if mapper is not None and not isinstance(mapper, StateMapper):
             raise ConfigurationError(f"export(mapper={mapper!r}): expected a StateMapper, or None for that of the provider")
         mapper = mapper or self.recipe.model_provider.export_mapper(stage)
-        items = mapped_items(model.table.tensors(), mapper)
-        return write_model_state(path, items, max_shard_size=max_shard_size, dtype=dtype)
+        share_buffers(model.table.buffers, self.context)
+        items = mapped_items(model.table.tensors(), mapper, self.context)
+        with self.context.long_timeout():
+            return write_model_state(path, items, max_shard_size=max_shard_size, dtype=dtype, context=self.context)
 
     def describe(self) -> Description:
         """The parts, the batch arithmetic, parameter counts, the mesh, and who listens to what; shows as a table in a notebook."""
@@ -355,8 +380,11 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
-        self._saver.close()
+        if "_saver" in vars(self):
+            self._saver.close()
         if self._parts is not None and self._parts.training is not None:
             self._parts.training.loop.stream.close()
         self.recipe.data.close()
         self.recipe.task.finalize()
+        if "context" in vars(self):
+            self.context.close()

@@ -1,6 +1,10 @@
 """`TrainingState`: everything that a run needs to go on, collected from its owners and given back to them.
 
-Keys are global parameter names, never ranks or stages. Random streams are restored last, because restoring the others may draw.
+Keys are global parameter names, never ranks or stages, so that any mesh can go on. What each data rank has for itself (random streams,
+metrics and values of the running record) has a key per data rank (`checkpoint/per_rank.py`); the other plain values are those of rank 0.
+Random streams are restored last, because restoring the others may draw.
+
+Before editing: `collect` communicates nothing, `collect_together` and `restore` are collectives.
 """
 
 from __future__ import annotations
@@ -13,22 +17,39 @@ from typing import Any
 import torch
 
 from trainer_kit.callback import Callback
+from trainer_kit.checkpoint.checks import TensorRecord
+from trainer_kit.checkpoint.equality import check_equal_on_ranks
 from trainer_kit.checkpoint.identity import check_identity
 from trainer_kit.checkpoint.loader import load
 from trainer_kit.checkpoint.manifest import Manifest, read_manifest
+from trainer_kit.checkpoint.per_rank import decode_state, encode_state, rank_key, rank_keys, share_of
 from trainer_kit.checkpoint.tree import flatten_state, unflatten_state
-from trainer_kit.exceptions import ConfigurationError, nearest
+from trainer_kit.exceptions import CheckpointError, ConfigurationError, nearest
 from trainer_kit.loop import TrainingLoop
+from trainer_kit.mesh import DistributedContext
+from trainer_kit.mesh.layout import is_distributed, like, local_of
+from trainer_kit.mesh.team import Team
+from trainer_kit.metrics.merge import load_merged
 from trainer_kit.optim.group_values import group_values, load_group_values
 from trainer_kit.optim.materialize import materialize_state
-from trainer_kit.optim.state import check_optimizer_state, load_optimizer_state, optimizer_tensors, optimizer_values
+from trainer_kit.optim.state import (
+    check_optimizer_state,
+    load_optimizer_state,
+    merge_optimizer_values,
+    optimizer_templates,
+    optimizer_tensors,
+    optimizer_values,
+)
 from trainer_kit.parameters import ParameterTable
 from trainer_kit.random_state import RandomStreams
 from trainer_kit.task import Task
+from trainer_kit.weights.buffers import share_buffers
 
 logger = logging.getLogger("trainer_kit")
 
 PARTS = ("model", "optimizer", "schedule", "data", "random", "callbacks", "task")
+OPTIMIZER = "optimizer/tensors/"
+SAME_ON_RANKS = ("modules/", "callbacks/", "task/state/")  # what users keep; one rank's is taken for all
 
 
 @dataclass
@@ -41,37 +62,59 @@ class TrainingState:
     callbacks: Sequence[Callback]
     task: Task
     identity: dict[str, Any]
+    context: DistributedContext
     trainable_only: bool = False
 
     def collect(self) -> tuple[dict[str, torch.Tensor], Any]:
-        """Live tensors by key, and JSON-able values; nothing is copied."""
-        loop, names = self.loop, self.table.names()
-        return flatten_state(
+        """Live tensors of this rank by key, and JSON-able values; nothing is copied."""
+        return self._collect(optimizer_values(self.loop.update.optimizer, self.loop.update.parameters), self.loop.stream.state_dict())
+
+    def collect_together(self) -> tuple[dict[str, torch.Tensor], Any]:
+        """`collect` for a save: on a mesh with what the ranks must know of each other, after buffers were made the same.
+
+        Raises CheckpointError, on every rank, if tensors that users keep differ between ranks.
+        """
+        values = optimizer_values(self.loop.update.optimizer, self.loop.update.parameters)
+        if self.loop.update.is_spread:
+            values = merge_optimizer_values(self.context.host.exchange(values))
+        share_buffers(self.table.buffers, self.context)
+        tensors, content = self._collect(values, self.loop.stream.state_of_all_ranks())
+        check_equal_on_ranks({name: tensor for name, tensor in tensors.items() if name.startswith(SAME_ON_RANKS)}, self.context)
+        return tensors, content
+
+    def _collect(self, of_optimizer: dict[str, Any], of_data: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
+        loop, run = self.loop, self.loop.run
+        tensors, values = flatten_state(
             {
                 "progress": {
-                    "step": loop.run.step,
-                    "epoch": loop.run.epoch,
-                    "total_steps": loop.run.total_steps,
+                    "step": run.step,
+                    "epoch": run.epoch,
+                    "total_steps": run.total_steps,
                     "skipped": loop.guard.num_skipped,
+                    "num_data_ranks": self.context.num_data_ranks,
                 },
-                "model": self.table.tensors(trainable_only=self.trainable_only),
                 "modules": {name: module.get_extra_state() for name, module in self.table.extra_states().items()},
-                "optimizer": {
-                    "tensors": optimizer_tensors(loop.optimizer, names),
-                    "values": optimizer_values(loop.optimizer, names),
-                    "groups": group_values(loop.optimizer),
-                },
+                "optimizer": {"values": of_optimizer, "groups": group_values(self.loop.update.optimizer)},
                 "schedule": None if loop.lr_scheduler is None else loop.lr_scheduler.state_dict(),
-                "data": loop.stream.state_dict(),
-                "random": self.random.state_dict(),
+                "data": of_data,
                 "callbacks": {callback.state_key: callback.state_dict() for callback in self._others()},
-                "task": {
-                    "state": self.task.state_dict(),
-                    "records": loop.records.state_dict(),
-                    "metrics": {name: metric.state_dict() for name, metric in loop.metrics.items() if hasattr(metric, "state_dict")},
-                },
+                "task": {"state": self.task.state_dict()},
             }
         )
+        of_model = self.table.tensors(trainable_only=self.trainable_only)
+        tensors |= {f"model/{name}": tensor for name, tensor in of_model.items()}
+        live = optimizer_tensors(self.loop.update.optimizer, self.loop.update.parameters)
+        tensors |= {f"{OPTIMIZER}{name}": tensor for name, tensor in live.items()}
+        if self.context.is_counted:
+            tensors |= self._of_this_data_rank()
+        return tensors, values
+
+    def _of_this_data_rank(self) -> dict[str, torch.Tensor]:
+        metrics = {name: metric.state_dict() for name, metric in self.loop.metrics.items() if hasattr(metric, "state_dict")}
+        return {
+            rank_key("random", self.context.data_rank): encode_state(self.random.state_dict()),
+            rank_key("task", self.context.data_rank): encode_state({"metrics": metrics, "records": self.loop.records.state_dict()}),
+        }
 
     def restore(self, path: str, parts: Sequence[str] | None, *, verify: bool = True) -> int:
         """Bring the run to the state in the folder `path`; returns its number of finished steps.
@@ -81,83 +124,121 @@ class TrainingState:
         for part in parts or ():
             if part not in PARTS:
                 raise ConfigurationError(f"load_checkpoint(parts=...) has {part!r}; {nearest(part, PARTS)}")
-        manifest = read_manifest(path, verify=verify)
+        manifest = read_manifest(path, verify=verify, context=self.context)
         if parts is None:
             for line in check_identity(manifest.identity, self.identity, path):
-                logger.warning("resuming with another setting: %s", line)
+                self._remark("another setting: %s", line)
         chosen = PARTS if parts is None else tuple(parts)
         if "model" in chosen:
             chosen = (*chosen, "modules")
         if "optimizer" in chosen:
-            materialize_state(self.loop.optimizer)
-            self._check_optimizer(manifest)  # before anything is loaded: a refused resume leaves the model as it was
-        templates = self._templates(manifest, chosen)
-        values = load(path, templates, prefixes=[f"{part}/" for part in chosen], manifest=manifest, verify=verify)
-        found = {part: unflatten_state(templates, values[part]) for part in (*chosen, "progress")}
-        self._apply(found, chosen, everything=parts is None)
+            materialize_state(self.loop.update.optimizer)
+        # Before anything is loaded, on every rank: a refused resume leaves the model as it was.
+        templates, mine = Team.of(self.context).everywhere(lambda: self._templates(manifest, chosen))
+        prefixes = [f"{part}/" for part in chosen]
+        values = load(path, templates, prefixes=prefixes, manifest=mine, verify=verify, context=self.context)
+        found = {part: unflatten_state(templates, values[part]) for part in (*chosen, "progress") if part in values}
+        self._apply(found, templates, chosen, everything=parts is None)
         return manifest.step
 
     def check_identity(self, path: str) -> list[str]:
         """Raise CheckpointError if the checkpoint at `path` is of another run; returns a line for each other difference."""
         return check_identity(read_manifest(path).identity, self.identity, path)
 
-    def _check_optimizer(self, manifest: Manifest) -> None:
-        prefix = "optimizer/tensors/"
-        shapes = {name.removeprefix(prefix): record.shape for name, record in manifest.tensors.items() if name.startswith(prefix)}
-        check_optimizer_state(self.loop.optimizer, self.table.names(), shapes, unflatten_state({}, manifest.values["optimizer"]["values"]))
-
-    def _templates(self, manifest: Manifest, chosen: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Live tensors to load into where they fit; new ones where only the file knows the shape, or the saved dtype differs."""
-        live = self.collect()[0]
-        templates = {name: tensor for name, tensor in live.items() if name.startswith("model/") and "model" in chosen}
-        for part in chosen:
-            for name, tensor in manifest.empty_tensors(f"{part}/").items():
-                mine = live.get(name)
-                fits = part == "optimizer" and mine is not None and mine.shape == tensor.shape and mine.dtype == tensor.dtype
-                if part != "model":
-                    templates[name] = mine if fits and mine is not None else tensor
-        return templates
-
-    def _apply(self, found: Mapping[str, Any], chosen: Sequence[str], *, everything: bool) -> None:
-        loop = self.loop
+    def _templates(self, manifest: Manifest, chosen: Sequence[str]) -> tuple[dict[str, torch.Tensor], Manifest]:
+        """Tensors to load into, and the checkpoint as far as it concerns this rank."""
+        mine = manifest.without(self._of_others(manifest))
+        templates: dict[str, torch.Tensor] = {}
         if "optimizer" in chosen:
-            saved = found["optimizer"]
-            names = self.table.names()
-            for remark in load_optimizer_state(loop.optimizer, names, saved["tensors"], saved["values"]) + load_group_values(
-                loop.optimizer, saved["groups"]
-            ):
-                logger.warning("resuming: %s", remark)
+            templates |= self._optimizer_templates(mine)
+        if "model" in chosen:
+            of_model = self.table.tensors(trainable_only=self.trainable_only)
+            templates |= {f"model/{name}": tensor for name, tensor in of_model.items()}
+        live = self.collect()[0]
+        for name, record in mine.tensors.items():
+            part = name.split("/")[0]
+            if part in chosen and part not in ("model", "optimizer"):
+                templates[name] = _new_tensor(record, live.get(name))
+        return templates, mine
+
+    def _of_others(self, manifest: Manifest) -> set[str]:
+        """The keys that do not concern this rank: of other data ranks, and of parameters that are updated on other ranks."""
+        num_saved = _num_saved(manifest)
+        keys = {key for part in ("random", "task") for key in rank_keys(part, num_saved)}
+        if missing := keys - manifest.tensors.keys():
+            raise CheckpointError(f"the checkpoint says that it is of {num_saved} data ranks, but lacks {min(missing)!r}; it was altered")
+        elsewhere = self.loop.update.elsewhere
+        keys |= {name for name in manifest.tensors if name.startswith(OPTIMIZER) and _parameter_of(name) in elsewhere}
+        mine = {rank_key("task", rank) for rank in self._share(num_saved)}
+        if num_saved == self.context.num_data_ranks:
+            mine.add(rank_key("random", self.context.data_rank))
+        return keys - mine
+
+    def _share(self, num_saved: int) -> range:
+        return share_of(self.context.data_rank, self.context.num_data_ranks, num_saved)
+
+    def _optimizer_templates(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        saved = {name.removeprefix(OPTIMIZER): record for name, record in manifest.tensors.items() if name.startswith(OPTIMIZER)}
+        optimizer, parameters = self.loop.update.optimizer, self.loop.update.parameters
+        shapes = {name: record.shape for name, record in saved.items()}
+        check_optimizer_state(optimizer, parameters, shapes, unflatten_state({}, manifest.values["optimizer"]["values"]))
+        templates = optimizer_templates(optimizer, parameters, {name: record.dtype for name, record in saved.items()})
+        return {f"{OPTIMIZER}{name}": tensor for name, tensor in templates.items()}
+
+    def _apply(self, found: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], chosen: Sequence[str], *, everything: bool) -> None:
+        loop, progress = self.loop, found["progress"]
+        if "optimizer" in chosen:
+            self._restore_optimizer(found["optimizer"], tensors)
         if everything:
-            progress = found["progress"]
             loop.run.step, loop.run.epoch, loop.guard.num_skipped = progress["step"], progress["epoch"], progress["skipped"]
         for name, module in self.table.extra_states().items() if "modules" in chosen else ():
             if name in found["modules"]:
                 module.set_extra_state(found["modules"][name])
         if "schedule" in chosen:
-            self._restore_schedule(found["schedule"], found["progress"]["total_steps"])
+            self._restore_schedule(found["schedule"], progress["total_steps"])
         if "data" in chosen:
             loop.stream.load_state_dict(found["data"])
         if "callbacks" in chosen:
             self._restore_callbacks(found["callbacks"])
         if "task" in chosen:
             self.task.load_state_dict(found["task"]["state"])
-            loop.records.load_state_dict(found["task"]["records"])
-            for name, state in found["task"]["metrics"].items():
-                if name in loop.metrics and hasattr(loop.metrics[name], "load_state_dict"):
-                    loop.metrics[name].load_state_dict(state)
+            self._restore_running([decode_state(tensors[rank_key("task", rank)]) for rank in self._share(progress["num_data_ranks"])])
         if "random" in chosen:
-            self.random.load_state_dict(found["random"])
+            self._restore_random(progress["num_data_ranks"], progress["step"], tensors)
+
+    def _restore_optimizer(self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        optimizer, parameters = self.loop.update.optimizer, self.loop.update.parameters
+        own = {name.removeprefix(OPTIMIZER): tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER)}
+        for remark in load_optimizer_state(optimizer, parameters, own, saved["values"]) + load_group_values(optimizer, saved["groups"]):
+            self._remark("%s", remark)
 
     def _restore_schedule(self, saved: dict[str, Any] | None, total_steps: int | None) -> None:
         loop = self.loop
         if (saved is None) != (loop.lr_scheduler is None):
             here, there = ("a", "none") if saved is None else ("no", "one")
-            logger.warning("resuming: this run has %s LR schedule and the checkpoint has %s; the settings win", here, there)
+            self._remark("this run has %s LR schedule and the checkpoint has %s; the settings win", here, there)
         elif saved is not None:
             if total_steps != loop.run.total_steps:
-                text = "resuming: total_steps was %s, is %s now; the LR schedule is that of the new length"
-                logger.warning(text, total_steps, loop.run.total_steps)
+                text = "total_steps was %s, is %s now; the LR schedule is that of the new length"
+                self._remark(text, total_steps, loop.run.total_steps)
             loop.lr_scheduler.load_state_dict(saved)
+
+    def _restore_running(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+        """The metrics and values of the record in progress, from the data ranks for which this one stands."""
+        self.loop.records.load_state_dict(of_ranks[0]["records"] if of_ranks else {})
+        for name, metric in self.loop.metrics.items():
+            remark = load_merged(metric, [state["metrics"][name] for state in of_ranks if name in state["metrics"]])
+            if remark is not None:
+                self._remark("metric %r: %s", name, remark)
+
+    def _restore_random(self, num_saved: int, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        context = self.context
+        if num_saved == context.num_data_ranks:
+            self.random.load_state_dict(decode_state(tensors[rank_key("random", context.data_rank)]))
+        else:
+            self.random.start_anew(step)
+            text = "the checkpoint is of %d data ranks, this run has %d: random streams begin anew, from seed, step and data rank"
+            self._remark(text, num_saved, context.num_data_ranks)
 
     def _others(self) -> list[Callback]:
         """The callbacks without the task, which is saved as the task."""
@@ -167,9 +248,29 @@ class TrainingState:
         ours = {callback.state_key: callback for callback in self._others()}
         for key in saved.keys() - ours.keys():
             if saved[key]:
-                logger.warning("resuming: the checkpoint has the state of a callback %r that this run does not have; it is left out", key)
+                self._remark("the checkpoint has the state of a callback %r that this run does not have; it is left out", key)
         for key, callback in ours.items():
             if key in saved:
                 callback.load_state_dict(saved[key])
             elif callback.state_dict():
-                logger.warning("resuming: the checkpoint has no state for the callback %r; it starts afresh", key)
+                self._remark("the checkpoint has no state for the callback %r; it starts afresh", key)
+
+    def _remark(self, text: str, *arguments: Any) -> None:
+        """Say once for all ranks what is not as it was."""
+        if self.context.is_main:
+            logger.warning(f"resuming: {text}", *arguments)
+
+
+def _num_saved(manifest: Manifest) -> int:
+    return int(manifest.values["progress"]["num_data_ranks"])
+
+
+def _parameter_of(key: str) -> str:
+    return key.removeprefix(OPTIMIZER).rsplit("/", 1)[0]
+
+
+def _new_tensor(record: TensorRecord, live: torch.Tensor | None) -> torch.Tensor:
+    """Memory for a saved tensor: for this rank's part of it where the live one is distributed, else for all of it."""
+    if live is not None and is_distributed(live) and tuple(live.shape) == record.shape:
+        return like(live, torch.empty_like(local_of(live), dtype=record.dtype))
+    return torch.empty(record.shape, dtype=record.dtype)

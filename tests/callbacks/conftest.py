@@ -10,6 +10,7 @@ import torch
 
 from trainer_kit import events
 from trainer_kit.config import TrainerConfig
+from trainer_kit.parameters import ParameterTable
 from trainer_kit.records import History
 
 
@@ -21,6 +22,7 @@ class FakeTrainer:
         self.config = TrainerConfig(**settings)
         self.context = SimpleNamespace(device=torch.device("cpu"), rank=0, world_size=1, data_rank=0, num_data_ranks=1, is_main=True)
         self.stages = [model if model is not None else torch.nn.Linear(2, 1)]
+        self.parameters = ParameterTable(self.stages)
         self.optimizer = SimpleNamespace(param_groups=[{"params": list(self.stages[0].parameters())}])
         self.history = History()
         self.callbacks: list[Any] = []
@@ -28,7 +30,7 @@ class FakeTrainer:
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.stops: list[tuple[str, BaseException | None]] = []
 
-    def log(self, name: str, value: Any) -> None:
+    def log(self, name: str, value: Any, *, reduce: str = "mean") -> None:
         self.logged.append((name, value))
 
     def request(self, kind: str, **arguments: Any) -> None:

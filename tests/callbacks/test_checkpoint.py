@@ -17,6 +17,9 @@ class FakeFolder:
     def path_for(self, step):
         return f"runs/a/step-{step:08d}"
 
+    def shared_by(self, context):
+        return self if context.is_main else FakeFolder()
+
     def retain(self, keep_last=None, keep_every=None, best=()):
         kept = set(sorted(self.steps)[-keep_last:]) | {s for s in self.steps if f"step-{s:08d}" in set(best)}
         kept |= {s for s in self.steps if keep_every and s % keep_every == 0}

@@ -11,10 +11,9 @@ import safetensors.torch
 import torch
 
 from trainer_kit.checkpoint import CheckpointSaver, flatten_state, load, read_manifest, unflatten_state
-from trainer_kit.checkpoint.checksum import PIECE_BYTES
-from trainer_kit.checkpoint.pieces import read_region
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.weights.format import DTYPES
+from trainer_kit.weights.regions import PIECE_BYTES
 
 
 def bits(tensor):
@@ -162,27 +161,6 @@ def test_tensors_that_cannot_be_stored_are_named_before_anything_is_written(tmp_
     with pytest.raises(CheckpointError, match="model/odd"):
         save(tmp_path / "c", 1, {"model": {"odd": tensor}})
     assert not (tmp_path / "c").exists()
-
-
-BOXES = [
-    ((), ()), ((0,), (7,)), ((2,), (3,)), ((0, 0), (7, 5)), ((2, 0), (3, 5)), ((1, 2), (5, 2)),
-    ((1, 2, 0), (2, 2, 3)), ((0, 1, 1), (4, 2, 1)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("offsets, sizes", BOXES)
-@pytest.mark.parametrize("piece_bytes", [8, 64, PIECE_BYTES])
-def test_any_box_of_a_saved_chunk_is_read(tmp_path, monkeypatch, offsets, sizes, piece_bytes):
-    """B21: the boxes that resharding asks for, against plain slicing; in slabs of one element, of some rows, and at once."""
-    monkeypatch.setattr("trainer_kit.checkpoint.pieces.PIECE_BYTES", piece_bytes)
-    chunk = torch.arange(7 * 5 * 3, dtype=torch.float64)[: {0: 1, 1: 7, 2: 35, 3: 60}[len(sizes)]]
-    chunk = chunk.view({0: (), 1: (7,), 2: (7, 5), 3: (4, 5, 3)}[len(sizes)])
-    (tmp_path / "f").write_bytes(b"head" + chunk.numpy().tobytes())
-    expected = chunk[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
-    for target in (torch.zeros(sizes, dtype=torch.float64), torch.zeros((*sizes, 2), dtype=torch.float64)[..., 0]):
-        with open(tmp_path / "f", "rb", buffering=0) as file:
-            read_region(file, target, 4, chunk.shape, offsets, "f")
-        assert torch.equal(target, expected)
 
 
 def test_flattened_values_are_json(state):

@@ -180,40 +180,6 @@ def test_the_second_save_reuses_the_copies_and_close_releases_them(tmp_path):
     assert not saver._staging._buffers
 
 
-def test_saving_through_a_process_group_gives_the_same_checkpoint(tmp_path, state):
-    """The way that several ranks take, with one: DTensors, DCP's collectives, and its errors turned into ours."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh, group = init_device_mesh("cpu", (1,)), dist.new_group([0])
-        full = torch.arange(6.0).view(3, 2)
-        tensors = {"d": distribute_tensor(full.clone(), mesh, [Shard(0)]), "p": torch.ones(2)}
-        saver = CheckpointSaver(process_group=group)
-        saver.save(tmp_path / "c", tensors, {"x": 1}, step=3, asynchronous=True)
-        saver.wait()
-        targets = {"d": distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)]), "p": torch.zeros(2)}
-        assert load(tmp_path / "c", targets, process_group=group) == {"x": 1}
-        assert torch.equal(targets["d"].full_tensor(), full)
-        (tmp_path / "c" / "rank-00000.safetensors").write_bytes(b"short")
-        with pytest.raises(CheckpointError, match="has 5 bytes, expected"):
-            load(tmp_path / "c", targets, process_group=group)
-        with pytest.raises(CheckpointError, match="Errno 5") as caught:
-            saver.save(_failing(tmp_path / "new"), tensors, None, step=4)
-        assert isinstance(caught.value.__cause__, OSError)
-        assert not (tmp_path / "new").exists()
-    finally:
-        dist.destroy_process_group()
-
-
-def _failing(url):
-    folder = BlockedFolder(url, OSError(5, "I/O error"))
-    folder.release.set()
-    return folder
-
-
 def test_several_ranks_write_one_checkpoint(tmp_path):
     """B21, contract 28: two ranks' plans through DCP's planner; replicated values once, shards side by side, read as one tensor."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

@@ -5,6 +5,7 @@ import torch
 
 from trainer_kit import DistributedContext, MeshStrategy
 from trainer_kit.exceptions import StateError
+from trainer_kit.mesh.place_logger import PlaceLogger
 
 
 def context(**places) -> DistributedContext:
@@ -15,6 +16,32 @@ def test_one_process_is_the_main_one():
     """Contract 10."""
     assert context().is_main and not context(rank=1, world_size=2).is_main
     assert context().describe() == "1 process on cpu" and context(world_size=4).describe() == "4 ranks on cpu"
+
+
+def test_one_process_opens_nothing(monkeypatch):
+    """Contract 10 and B136: no port, no store, no group, so that any number of runs fit on a machine."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in ("TCPStore", "init_process_group", "new_group"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, **__: pytest.fail("something was opened"))
+    place = MeshStrategy(device="cpu").build()
+    with place.failures.section(), place.long_timeout(), place.short_timeout(), place.main_process_first():
+        place.host.agree("fit()")
+    assert place.group("batch", "dp") is None and place.data_group is None
+    assert place.dense_sizes() == {"dp_replicate": 1, "dp_cp_shard": 1, "cp_replicate": 1, "tp": 1}
+    assert place.is_counted and (place.local_rank, place.node, place.tensor_rank, place.num_tensor_ranks) == (0, 0, 0, 1)
+    place.close()
+    place.close()
+
+
+def test_one_process_logs_without_a_place(caplog):
+    context().logger.warning("%d steps", 3)
+    assert caplog.messages == ["3 steps"] and caplog.records[0].name == "trainer_kit"
+
+
+def test_a_rank_logs_with_its_coordinates(caplog):
+    PlaceLogger(3, {"dp": 1, "tp": 1}).warning("%d steps", 3)
+    PlaceLogger(3, {}).warning("done")
+    assert caplog.messages == ["[rank 3: dp 1, tp 1] 3 steps", "[rank 3] done"] and caplog.records[0].name == "trainer_kit"
 
 
 def test_one_process_has_no_mesh():

@@ -5,6 +5,8 @@ import torch
 
 from trainer_kit import MeshStrategy
 from trainer_kit.exceptions import ConfigurationError, UnsupportedError
+from trainer_kit.mesh.place import Place
+from trainer_kit.mesh.strategy import _device_of_rank
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ from trainer_kit.exceptions import ConfigurationError, UnsupportedError
 def test_a_free_degree_takes_what_is_left_of_the_world(degrees, world_size, expected):
     """Contract 9: the product of all degrees is the world size."""
     resolved = MeshStrategy(**degrees).resolve(world_size).model_dump()
-    assert {name: degree for name, degree in resolved.items() if name != "device" and degree != 1} == {
+    assert {name: degree for name, degree in resolved.items() if isinstance(degree, int) and degree != 1} == {
         name: degree for name, degree in expected.items() if degree != 1
     }
 
@@ -47,14 +49,73 @@ def test_degrees_that_do_not_fit_the_world_are_refused_with_all_numbers(degrees,
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_degrees_are_checked_before_any_process_group(monkeypatch):
-    """B144 and contract 9: 2 x 2 on two ranks fails in `build`, and nothing was started."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigurationError, match=r"4.*2 ranks"):
+@pytest.fixture
+def launched(monkeypatch):
+    """The environment of rank 1 of 2, without anybody behind it."""
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    for name in ("TCPStore", "init_process_group"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_, **__: pytest.fail("a process group was started"))
+
+
+def test_degrees_are_checked_before_any_process_group(launched):
+    """B144 and contract 9: 2 x 2 on two ranks fails in `build`, with both numbers, and nothing was started."""
+    with pytest.raises(ConfigurationError, match=r"dp_replicate 2 x tp 2.*4.*2 ranks"):
         MeshStrategy(dp_replicate=2, tp=2).build()
-    with pytest.raises(UnsupportedError, match=r"2 ranks"):
-        MeshStrategy().build()
-    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"cp_shard": 2}, {"cp_replicate": 2}, {"ep": 2}])
+def test_what_is_not_there_yet_is_refused(launched, degrees):
+    """B146: before anything was started."""
+    (name,) = degrees
+    with pytest.raises(UnsupportedError, match=rf"{name}=2"):
+        MeshStrategy(**degrees).build()
+
+
+def test_a_field_without_effect_is_refused_or_told(launched, monkeypatch, caplog):
+    """Contract 45: `fsdp_sync` where nothing is sharded; told only, where the world decides it."""
+    with pytest.raises(ConfigurationError, match=r"fsdp_sync='pack'.*nothing is sharded"):
+        MeshStrategy(fsdp_sync="pack").build()
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.delenv("RANK")
+    MeshStrategy(dp_shard=-1, fsdp_sync="pack", backend="gloo", device="cpu").build()
+    assert "fsdp_sync='pack'" in caplog.text and "backend='gloo'" in caplog.text
+    with pytest.raises(ConfigurationError, match=r"ep=2.*no effect on one rank"):
+        MeshStrategy(ep=2).build()
+
+
+def test_a_wrong_word_is_refused():
+    with pytest.raises(ConfigurationError, match=r"fsdp_sync='step'"):
+        MeshStrategy(fsdp_sync="step")
+
+
+@pytest.mark.parametrize(("local_rank", "expected"), [(0, 0), (3, 3)])
+def test_each_rank_has_the_device_of_its_local_rank(monkeypatch, local_rank, expected):
+    """Design decision 16: whatever the accelerator is; it becomes the current one before anything is made on it."""
+    current = pretend_accelerators(monkeypatch, 4)
+    assert _device_of_rank(None, Place(7, 8, local_rank, 1)) == torch.device("xpu", expected) and current == [expected]
+
+
+def test_a_device_with_an_index_is_taken_as_it_is(monkeypatch):
+    """B144."""
+    current = pretend_accelerators(monkeypatch, 1)
+    assert _device_of_rank("xpu:0", Place(1, 2, 1)) == torch.device("xpu", 0) and current == [0]
+    assert _device_of_rank("cpu", Place(1, 2, 1)) == torch.device("cpu")
+
+
+def test_more_processes_than_devices_say_the_numbers(monkeypatch):
+    pretend_accelerators(monkeypatch, 2)
+    with pytest.raises(ConfigurationError, match=r"local rank 3.*xpu devices here is 2"):
+        _device_of_rank(None, Place(3, 4, 3))
+
+
+def pretend_accelerators(monkeypatch, count: int) -> list[int]:
+    current: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
+    return current
 
 
 @pytest.mark.parametrize("degree", [0, -2, 1.5, "two"])

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from trainer_kit.exceptions import ConfigurationError, ModelError, StateError, UnsupportedError
-from trainer_kit.mesh import DistributedContext, MeshStrategy
 from trainer_kit.model import ModelProvider, StageContext, StageInfo, as_model_provider, build_stage
 from trainer_kit.weights.mapper import StateGroup
 
@@ -132,12 +131,6 @@ def test_own_provider_is_built_on_meta_and_parallelized_with_its_module(context)
     model = build_stage(Provider(), context, seed=0)
     assert seen == {"meta": True, "stage": StageInfo(0, 1), "module": model}
     assert not model.weight.is_meta
-
-
-def test_several_ranks_without_a_way_to_distribute_are_refused():
-    ranks = DistributedContext(MeshStrategy(), torch.device("cpu"), world_size=2, num_data_ranks=2)
-    with pytest.raises(UnsupportedError, match="parallelize_model_stage"):
-        build_stage(Plain, ranks, seed=0)
 
 
 def test_mesh_is_that_of_the_context(context):

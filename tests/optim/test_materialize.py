@@ -92,6 +92,17 @@ def test_state_that_exists_stays_and_only_the_missing_is_made():
     assert optimizer.state[parameters[2][1]]["step"].item() == 0
 
 
+def test_memory_is_that_of_before_and_parameters_without_data_are_left_out():
+    """Whoever shares memory with a parameter still does; what the meta device stands for has its state on another rank."""
+    here, elsewhere = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))
+    no_memory = nn.Parameter(torch.zeros(()).expand(2, 3))
+    optimizer = torch.optim.Adam([here, elsewhere, no_memory])
+    memory = here.data_ptr()
+    materialize_state(optimizer)
+    assert here.data_ptr() == memory and elsewhere not in optimizer.state
+    assert no_memory.stride() == (0, 0) and optimizer.state[no_memory]["exp_avg"].is_contiguous()
+
+
 def test_a_schedule_of_torch_does_not_take_it_for_an_update():
     """Torch counts updates to warn about a wrong order; here only a real one counts."""
     parameters = make_parameters()

@@ -89,6 +89,13 @@ def test_a_schedule_set_through_the_groups_and_restored_state_reach_the_parts(wa
         assert torch.equal(straight[name], resumed[name]), name
 
 
+def test_on_a_mesh_only_the_matrices_of_muon_are_needed_whole():
+    """The choice is by name and number of dims, which shards have too, empty ones as well."""
+    assert PROVIDER.whole_parameters(list(make_parameters().items())) == set(MATRICES)
+    parts = {name: nn.Parameter(torch.ones(0, *shape[1:])) for name, shape in SHAPES.items()}
+    assert PROVIDER.whole_parameters(list(parts.items())) == set(MATRICES)
+
+
 def test_patterns_move_matrices_to_the_rest():
     parameters = make_parameters()
     optimizer = build_optimizer(Muon(rest_patterns=("*.output.*",), rest=StochasticAdamW()), list(parameters.items()))

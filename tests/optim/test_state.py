@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trainer_kit.exceptions import CheckpointError, UnsupportedError
+from trainer_kit.mesh.layout import Layout
 from trainer_kit.optim import (
     SGD,
     Adam,
@@ -23,6 +24,7 @@ from trainer_kit.optim import (
     optimizer_tensors,
     optimizer_values,
 )
+from trainer_kit.parameters import ParameterRow
 
 PROVIDERS = [
     AdamW(), Adam(amsgrad=True), SGD(momentum=0.9), SGD(), Muon(), StochasticAdamW(state_dtype="bf16"),
@@ -185,6 +187,23 @@ def test_state_that_is_neither_tensor_nor_plain_is_refused():
     optimizer.state[parameters["a.bias"]]["history"] = [torch.ones(1)]
     with pytest.raises(UnsupportedError, match=r"'history' of 'a.bias'"):
         optimizer_tensors(optimizer, names_of(parameters))
+
+
+def test_state_that_is_not_cut_as_its_parameter_is_refused():
+    """A shard's row statistics mean nothing on another mesh."""
+    local = nn.Parameter(torch.ones(2, 3))
+    row = ParameterRow("a.weight", (), local, 0, local, Layout((4, 3), (0, 0), (2, 3), 2, ("dp_cp_shard",)), {})
+    optimizer = torch.optim.SGD([local])
+    optimizer.state[local] = {"step": torch.zeros(()), "buffer": torch.zeros(2, 3), "count": torch.zeros(1)}
+    assert {key: tuple(value.shape) for key, value in optimizer_tensors(optimizer, {local: row}).items()} == {
+        "a.weight/step": (), "a.weight/buffer": (2, 3), "a.weight/count": (1,)
+    }  # fmt: skip
+    check_optimizer_state(optimizer, {local: row}, {"a.weight/step": (), "a.weight/buffer": (4, 3), "a.weight/count": (1,)})
+    with pytest.raises(CheckpointError, match=r"'a.weight/buffer' has shape \(2, 3\) in the checkpoint, expected \(4, 3\)"):
+        check_optimizer_state(optimizer, {local: row}, {"a.weight/step": (), "a.weight/buffer": (2, 3), "a.weight/count": (1,)})
+    optimizer.state[local]["rows"] = torch.zeros(2)
+    with pytest.raises(UnsupportedError, match=r"'rows' of 'a.weight'.*part of shape \(2, 3\).*elementwise = False"):
+        optimizer_tensors(optimizer, {local: row})
 
 
 def test_group_values_restore_what_a_callback_changed_and_report_what_the_settings_changed():

@@ -7,8 +7,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer_kit.mesh.layout import Layout
 from trainer_kit.optim import StochasticAdamW, build_optimizer, stochastic_optimizer
-from trainer_kit.optim.rounding import draw_noise, round_stochastically
+from trainer_kit.optim.rounding import NoisePart, draw_noise, mix, round_stochastically
+
+CPU = torch.device("cpu")
 
 
 def run(optimizer, parameters, steps, *, first=0, grad_dtype=None):
@@ -30,13 +33,20 @@ def named(parameters):
     return [(f"layers.{index}.weight", parameter) for index, parameter in enumerate(parameters)]
 
 
+def whole_layout(shape):
+    return Layout(shape, (0,) * len(shape), shape)
+
+
+def noise_of(layout, key=5):
+    return draw_noise([NoisePart(layout)], [key], CPU)
+
+
 def test_rounding_gives_a_neighbour_and_is_right_on_average():
     """B108."""
-    generator = torch.Generator().manual_seed(0)
     value = torch.tensor([1.0 + 2**-7 * 0.3, -3.0 - 2**-6 * 0.75, 1e-3, 0.0, 1.5])
     num = 200_000
     values = value.repeat_interleave(num)
-    rounded = round_stochastically(values, draw_noise(values.numel(), generator)).view(5, num)
+    rounded = round_stochastically(values, noise_of(whole_layout((5, num)))).view(5, num)
     assert torch.equal(rounded, rounded.bfloat16().float())
     assert rounded[0].unique().tolist() == [1.0, 1.0 + 2**-7]
     assert rounded[1].unique().tolist() == [-3.0 - 2**-6, -3.0]
@@ -50,10 +60,58 @@ def test_rounding_gives_a_neighbour_and_is_right_on_average():
 def test_rounding_keeps_inf_and_nan_of_any_bits():
     bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000, -0x800000], dtype=torch.int32)
     values = bits.view(torch.float32).repeat(1000)
-    rounded = round_stochastically(values, draw_noise(5000, torch.Generator().manual_seed(0))).bfloat16().float().view(1000, 5)
+    rounded = round_stochastically(values, noise_of(whole_layout((5000,)))).bfloat16().float().view(1000, 5)
     assert rounded[:, :3].isnan().all()
     assert (rounded[:, 3] == torch.inf).all()
     assert (rounded[:, 4] == -torch.inf).all()
+
+
+def splitmix64(state):
+    """Steele, Lea, Flood 2014, as its authors publish it."""
+    mask = 2**64 - 1
+    z = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & mask
+    return z ^ (z >> 31)
+
+
+def test_the_noise_is_that_of_splitmix64():
+    """Each number of 64 bits gives four, from the lowest bits up; a row of 6 columns takes two numbers."""
+    noise = noise_of(whole_layout((3, 6)), key=2**64 - 7).view(3, 6)
+    for row in range(3):
+        for column in range(6):
+            draw = splitmix64((2**64 - 7 + (2 * row + column // 4) * 0x9E3779B97F4A7C15) & (2**64 - 1))
+            assert noise[row, column].item() % 2**16 == draw >> 16 * (column % 4) & 0xFFFF
+    assert mix(123, 1) == splitmix64(123 + 0x9E3779B97F4A7C15)
+
+
+def test_the_noise_is_even_and_neighbours_are_unrelated():
+    """Deviations of at most five standard errors, in rows, columns and steps."""
+    num = 2**18
+    noise = torch.stack([noise_of(whole_layout((512, 512)), key=mix(9, step)) for step in (1, 2)]).double().view(2, 512, 512) + 0.5
+    assert noise.mean().abs() < 5 * 2**16 / 12**0.5 / (2 * num) ** 0.5
+    unit = noise / (2**16 / 12**0.5)
+    for one, other in ((unit[:, 1:], unit[:, :-1]), (unit[..., 1:], unit[..., :-1]), (unit[0], unit[1])):
+        assert (one * other).mean().abs() < 5 / one.numel() ** 0.5
+    counts = torch.bincount((noise.view(-1) + 2**15).long() >> 8, minlength=256).double()
+    assert ((counts - 2 * num / 256) ** 2 / (2 * num / 256)).sum() < 256 + 5 * (2 * 256) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets", "sizes"),
+    [
+        ((7,), (3,), (4,)), ((7,), (7,), (0,)), ((8, 8), (4, 0), (4, 8)), ((5, 6), (3, 0), (2, 6)), ((5, 6), (0, 3), (5, 3)),
+        ((5, 9), (2, 5), (3, 4)), ((4, 3, 5), (1, 0, 0), (2, 3, 5)), ((4, 3, 5), (1, 1, 2), (2, 2, 3)), ((4, 3, 8), (0, 2, 0), (4, 1, 8)),
+        ((4, 3), (4, 0), (0, 3)), ((), (), ()),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("slice_elements", [3, 10, 1000])
+def test_the_noise_of_a_part_is_the_part_of_the_noise(shape, offsets, sizes, slice_elements):
+    """An element gets the same noise on any mesh, and in any slices."""
+    part = Layout(shape, offsets, sizes)
+    slices = list(NoisePart(part).split(slice_elements))
+    noise = draw_noise(slices, [5] * len(slices), CPU)
+    assert torch.equal(noise.view(sizes), noise_of(whole_layout(shape)).view(shape)[part.box])
+    assert all(found.numel <= slice_elements for found in slices)
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
@@ -144,6 +202,14 @@ def test_portions_and_slices_change_nothing_in_float32_and_cover_every_element(m
     start = [parameter.detach().clone() for parameter in low]
     run(build_optimizer(StochasticAdamW(lr=0.5), named(low)), low, 1)
     assert all((a != b).all() for a, b in zip(low, start, strict=True))
+
+
+def test_portions_and_slices_do_not_change_the_noise(monkeypatch):
+    whole, sliced = make(torch.bfloat16), make(torch.bfloat16)
+    run(build_optimizer(StochasticAdamW(lr=0.01, state_dtype="bf16"), named(whole)), whole, 3)
+    monkeypatch.setitem(stochastic_optimizer.PORTION_ELEMENTS, "cpu", 8)
+    run(build_optimizer(StochasticAdamW(lr=0.01, state_dtype="bf16"), named(sliced)), sliced, 3)
+    assert all(torch.equal(a, b) for a, b in zip(whole, sliced, strict=True))
 
 
 def test_a_parameter_without_gradient_stays_and_layouts_mix():

@@ -15,8 +15,8 @@ from types import TracebackType
 from trainer_kit.checkpoint.checks import FileRecord
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.storage import Folder, read_into
+from trainer_kit.weights.regions import PIECE_BYTES
 
-PIECE_BYTES = 4 * 2**20
 QUEUE_DEPTH = 2
 
 
@@ -51,13 +51,16 @@ class Checksum:
             self._value = zlib.crc32(data, self._value)
 
 
-def check_sizes(folder: Folder, files: Mapping[str, FileRecord]) -> None:
+DAMAGED = "the checkpoint is damaged, resume from an earlier one"
+
+
+def check_sizes(folder: Folder, files: Mapping[str, FileRecord], if_missing: str = DAMAGED) -> None:
     """Raise CheckpointError, naming the file, if one is missing or has another size. Cheap: no data is read."""
     for name, record in files.items():
         try:
             size = folder.size(name)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{folder.path(name)} is missing; the checkpoint is damaged, resume from an earlier one") from error
+            raise CheckpointError(f"{folder.path(name)} is missing; {if_missing}") from error
         if size != record.size:
             raise CheckpointError(
                 f"{folder.path(name)} has {size} bytes, expected {record.size}; it was truncated or altered, resume from an earlier one"

@@ -1,6 +1,7 @@
 """Turns what goes wrong in a save into one CheckpointError that says what happened and what became of the checkpoints.
 
-Not here: catching. DCP reports failures of ranks in an exception that is no `Exception`; its first cause is what users need.
+Not here: catching. DCP reports failures of ranks in an exception that is no `Exception`, the same on every rank; its first cause is what
+users need.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from trainer_kit.exceptions import CheckpointError
 from trainer_kit.storage import Folder
 
 
-def first_failure(failures: Mapping[int, Any]) -> BaseException:
-    """The error of the lowest rank that failed."""
-    return failures[min(failures)][0]
+def first_failure(failures: Mapping[int, Any]) -> tuple[int, BaseException]:
+    """The lowest rank that failed, and its error."""
+    rank = min(failures)
+    return rank, failures[rank][0]
 
 
-def save_error(error: BaseException, folder: Folder, step: int, num_bytes: int) -> CheckpointError:
-    """The error to raise, from `error`, for a failed save of `num_bytes` by this rank."""
+def save_error(error: BaseException, folder: Folder, step: int, num_bytes: int, rank: int | None = None) -> CheckpointError:
+    """The error to raise, from `error`, for a failed save of `num_bytes`; `rank` is the one that failed, if there are several."""
     if isinstance(error, CheckpointError):
         return error
-    what = f"saving step {step} to {folder.path()} failed"
+    what = f"saving step {step} to {folder.path()} failed{'' if rank is None else f' on rank {rank}'}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         what += f": {os.strerror(error.errno)}; the checkpoint needs about {num_bytes} bytes{_free(folder)}"
         advice = "Free space, lower keep_last=, or choose another folder"

@@ -7,6 +7,8 @@ manifest, so a kill in the middle leaves no damaged checkpoint, and the next `re
 
 A manifest names every tensor, so reading one takes time: whoever asks goes by names first, from the newest down, and reads no further
 than the answer needs.
+
+On a mesh one rank looks into the folder and changes it, and the others get the outcome: `shared_by`.
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from trainer_kit.checkpoint.checks import FileRecord
 from trainer_kit.checkpoint.checksum import check_sizes
 from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
 from trainer_kit.exceptions import CheckpointError, ConfigurationError
+from trainer_kit.mesh.team import Team
 from trainer_kit.storage import Folder
+
+if TYPE_CHECKING:
+    from trainer_kit.mesh.context import DistributedContext
 
 STEP_NAME = re.compile(r"step-(\d{8,18})")
 OWN_FILE = re.compile(r"rank-\d{5}(-\d{1,9})?\.safetensors|manifest\.json\.tmp")
@@ -57,6 +63,10 @@ class CheckpointFolder:
         self._folder = url if isinstance(url, Folder) else Folder(url)
         self._seen: dict[str, tuple[int, Mapping[str, FileRecord]]] = {}  # read and found valid: size of the manifest, its files
 
+    def shared_by(self, context: DistributedContext) -> SharedFolder:
+        """The folder as all ranks of a run use it together."""
+        return SharedFolder(self, context)
+
     def path(self) -> str:
         """The folder itself."""
         return self._folder.path()
@@ -74,8 +84,7 @@ class CheckpointFolder:
 
         Raises CheckpointError if none is valid although one was before, or several are incomplete: that is no fresh start.
         """
-        chosen = _choose([self])
-        return None if chosen is None else chosen[1]
+        return next((saved for _, saved in _choose([self])), None)
 
     def find_newest(self) -> Found:
         """The same without warnings and errors: whoever asks decides."""
@@ -196,16 +205,36 @@ class CheckpointFolder:
             _ignoring_absence(folder.remove)
 
 
-def newest_path(folders: Iterable[CheckpointFolder]) -> str | None:
+class SharedFolder:
+    """The folder of a run with several ranks: rank 0 does what is asked, all ranks wait for the outcome, or raise its error.
+
+    Every method is a collective. In one process it is the folder itself.
+    """
+
+    def __init__(self, folder: CheckpointFolder, context: DistributedContext) -> None:
+        self._folder, self._team = folder, Team.of(context)
+
+    def find_newest(self) -> Found:
+        """As CheckpointFolder.find_newest."""
+        return self._team.on_main(self._folder.find_newest)
+
+    def retain(self, keep_last: int | None = None, keep_every: int | None = None, best: Sequence[str] = ()) -> list[str]:
+        """As CheckpointFolder.retain."""
+        return self._team.on_main(lambda: self._folder.retain(keep_last, keep_every, best))
+
+
+def newest_path(folders: Iterable[CheckpointFolder], context: DistributedContext | None = None) -> str | None:
     """The path of the newest valid checkpoint in several folders of one run; None if there is none. Warns as `newest` does.
 
     A folder in which nothing is valid is passed over, as long as another one has a checkpoint; else it raises CheckpointError.
+    With the `context` of several ranks all of them call it, and rank 0 chooses.
     """
-    chosen = _choose(folders)
-    return None if chosen is None else chosen[0].path_for(chosen[1].step)
+    chosen = Team.of(context).on_main(lambda: [folder.path_for(saved.step) for folder, saved in _choose(folders)])
+    return chosen[0] if chosen else None
 
 
-def _choose(folders: Iterable[CheckpointFolder]) -> tuple[CheckpointFolder, SavedStep] | None:
+def _choose(folders: Iterable[CheckpointFolder]) -> list[tuple[CheckpointFolder, SavedStep]]:
+    """The folder with the newest checkpoint, or none."""
     found = [(folder, folder.find_newest()) for folder in folders]
     valid = [(folder, look.saved) for folder, look in found if look.saved is not None]
     problems = [text for _, look in found for text in look.problems]
@@ -217,7 +246,7 @@ def _choose(folders: Iterable[CheckpointFolder]) -> tuple[CheckpointFolder, Save
         )
     for text in problems:
         warnings.warn(f"checkpoint passed over{'' if valid else ', there is no other'}: {text}", stacklevel=3)
-    return max(valid, key=lambda pair: pair[1].step, default=None)
+    return [max(valid, key=lambda pair: pair[1].step)] if valid else []
 
 
 def _ignoring_absence(action: Callable[[], T]) -> T | None:

@@ -10,12 +10,17 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer_kit.exceptions import CheckpointError
-from trainer_kit.weights.format import tensor_bytes
+from trainer_kit.mesh.team import Team
+from trainer_kit.weights.format import tensor_crc32
+from trainer_kit.weights.whole import whole_on_main
+
+if TYPE_CHECKING:
+    from trainer_kit.mesh.context import DistributedContext
 
 _ADVICE = {
     "run_name": "set run_name= to the saved one, or use another folder",
@@ -30,12 +35,18 @@ def parameter_digest(parameters: Iterable[tuple[str, Sequence[int]]]) -> str:
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 
 
-def tensors_checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """A text that changes with any bit of any tensor; costs one pass over the bytes."""
+def tensors_checksum(tensors: Iterable[tuple[str, torch.Tensor]], context: DistributedContext | None = None) -> str:
+    """A text that changes with any bit of any tensor; costs one pass over the bytes.
+
+    With the `context` of several ranks all of them call it; distributed tensors are brought together one by one, so that the text is
+    the same on any mesh.
+    """
     checksum = 0
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        checksum = zlib.crc32(tensor_bytes(tensor.detach().cpu().contiguous()), zlib.crc32(name.encode(), checksum))
-    return f"{checksum:08x}"
+        whole = whole_on_main(tensor, context)
+        if whole is not None:
+            checksum = tensor_crc32(whole, zlib.crc32(name.encode(), checksum))
+    return str(Team.of(context).broadcast(f"{checksum:08x}"))
 
 
 def check_identity(found: Mapping[str, Any], expected: Mapping[str, Any], label: str) -> list[str]:

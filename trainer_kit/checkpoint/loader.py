@@ -1,24 +1,28 @@
 """Loads a checkpoint into tensors that exist already.
 
-Everything is checked first (manifest, keys, shapes, dtypes, files); only then the tensors are filled, in place. Values are
-returned, not applied: who owns a state takes it back.
+Everything is checked first (manifest, keys, shapes, dtypes, files), on a mesh by all ranks; only then the tensors are filled, in place.
+Values are returned, not applied: who owns a state takes it back.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from trainer_kit.checkpoint.checks import TensorRecord
-from trainer_kit.checkpoint.errors import first_failure
 from trainer_kit.checkpoint.manifest import Manifest, read_manifest
 from trainer_kit.exceptions import CheckpointError
+from trainer_kit.mesh.team import Team
 from trainer_kit.storage import Folder
 
+if TYPE_CHECKING:
+    from trainer_kit.mesh.context import DistributedContext
+
 MAX_NAMES = 10
+T = TypeVar("T")
 
 
 def load(
@@ -29,42 +33,42 @@ def load(
     strict: bool = True,
     prefixes: Sequence[str] | None = None,
     manifest: Manifest | None = None,
-    process_group: Any = None,
+    context: DistributedContext | None = None,
 ) -> Any:
     """Fill `templates` (by key, as `flatten_state` names them) in place and return the saved values for `unflatten_state`.
+
+    Any mesh can load what any other one saved. With the `context` of several ranks all of them call it, each with its templates.
 
     prefixes: only saved tensors whose key begins with one of these belong to this load (`["model/"]`).
     strict: False leaves templates alone that were not saved, and ignores saved tensors without a template.
     manifest: the manifest of this folder if it was read already.
-    Raises CheckpointError if anything is damaged, missing, unexpected, or of another shape or dtype; nothing was changed then.
+    Raises CheckpointError, on a mesh the same one on every rank, if anything is damaged, missing, unexpected, or of another shape or
+    dtype; nothing was changed then.
     """
-    folder = path if isinstance(path, Folder) else Folder(path)
-    try:
-        manifest = manifest or read_manifest(folder, verify=verify)
-        saved = {n: r for n, r in manifest.tensors.items() if prefixes is None or n.startswith(tuple(prefixes))}
+    from trainer_kit.checkpoint.reader import CheckpointReader, plan_reads
+
+    folder, team = path if isinstance(path, Folder) else Folder(path), Team.of(context)
+    found = manifest or _of_the_load(folder, lambda: read_manifest(folder, verify=verify, context=context))
+
+    def checked() -> Callable[[], None]:
+        saved = {n: r for n, r in found.tensors.items() if prefixes is None or n.startswith(tuple(prefixes))}
         if strict:
             _check_keys(saved, templates, folder)
         wanted = {name: tensor for name, tensor in templates.items() if name in saved}
         for name, tensor in wanted.items():
             _check_template(name, saved[name], tensor, folder)
-        _fill(folder, manifest, wanted, verify, process_group)
+        return plan_reads(CheckpointReader(folder, found, verify=verify, team=team), wanted)
+
+    fill = team.everywhere(lambda: _of_the_load(folder, checked))
+    team.everywhere(lambda: _of_the_load(folder, fill))
+    return found.values
+
+
+def _of_the_load(folder: Folder, action: Callable[[], T]) -> T:
+    try:
+        return action()
     except OSError as error:
         raise CheckpointError(f"loading {folder.path()} failed: {error}") from error
-    return manifest.values
-
-
-def _fill(folder: Folder, manifest: Manifest, tensors: dict[str, torch.Tensor], verify: bool, process_group: Any) -> None:
-    from torch.distributed.checkpoint import CheckpointException
-
-    from trainer_kit.checkpoint.reader import CheckpointReader, read_checkpoint
-
-    rank, num_ranks = (0, 1) if process_group is None else (process_group.rank(), process_group.size())
-    reader = CheckpointReader(folder, manifest, verify=verify, rank=rank, num_ranks=num_ranks)
-    try:
-        read_checkpoint(reader, tensors, process_group)
-    except CheckpointException as error:
-        cause = first_failure(error.failures)
-        raise CheckpointError(f"loading {folder.path()} failed: {cause}") from cause
 
 
 def _check_keys(saved: Mapping[str, TensorRecord], templates: Mapping[str, torch.Tensor], folder: Folder) -> None:

@@ -11,16 +11,21 @@ import json
 import os
 import re
 import zlib
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer_kit.checkpoint.checks import FileRecord, TensorRecord, check_files, check_tensors
 from trainer_kit.checkpoint.tree import flatten_state, unflatten_state
 from trainer_kit.exceptions import CheckpointError
+from trainer_kit.mesh.team import Team
 from trainer_kit.storage import Folder
 from trainer_kit.weights.format import DTYPE_NAMES
+
+if TYPE_CHECKING:
+    from trainer_kit.mesh.context import DistributedContext
 
 MANIFEST = "manifest.json"
 FORMAT = "trainer_kit.checkpoint"
@@ -52,6 +57,10 @@ class Manifest:
         text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
         return b'{"crc32":%d,"manifest":%b}' % (zlib.crc32(text), text)
 
+    def without(self, names: Collection[str]) -> Manifest:
+        """The same checkpoint as if these tensors were not in it; for those that concern other ranks."""
+        return replace(self, tensors={name: record for name, record in self.tensors.items() if name not in names})
+
     def empty_tensors(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """New CPU tensors, to load into, for the saved ones whose key begins with `prefix`: for states whose shapes nobody knows yet."""
         found = {name: record for name, record in self.tensors.items() if name.startswith(prefix)}
@@ -63,18 +72,25 @@ def _tensor_json(record: TensorRecord) -> dict[str, Any]:
     return {"dtype": DTYPE_NAMES[record.dtype], "shape": record.shape, "chunks": chunks}
 
 
-def read_manifest(path: str | os.PathLike[str] | Folder, *, verify: bool = True) -> Manifest:
+def read_manifest(
+    path: str | os.PathLike[str] | Folder, *, verify: bool = True, context: DistributedContext | None = None
+) -> Manifest:
     """The manifest of a checkpoint folder. `verify=False` leaves out its checksum, for a file edited by hand.
 
+    With the `context` of several ranks all of them call it; rank 0 reads the file, so that all see the same one.
     Raises CheckpointError, naming the file, if it is missing, altered or not ours.
     """
     folder = path if isinstance(path, Folder) else Folder(path)
+    data = Team.of(context).on_main(lambda: _read(folder))
+    return decode_manifest(data, folder.path(MANIFEST), verify=verify)
+
+
+def _read(folder: Folder) -> bytes:
     try:
-        data = folder.read(MANIFEST)
+        return folder.read(MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
         there = f"has no {MANIFEST}: it is incomplete, or no training checkpoint" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder.path()} {there}; expected a folder such as step-00000100") from error
-    return decode_manifest(data, folder.path(MANIFEST), verify=verify)
 
 
 def decode_manifest(data: bytes, label: str, *, verify: bool = True) -> Manifest:

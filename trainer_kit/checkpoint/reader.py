@@ -1,18 +1,18 @@
 """Reads the files of a checkpoint for torch.distributed.checkpoint (DCP): ranged reads into the memory of the tensors.
 
-Importing this module imports DCP: do it only when loading. DCP's planner decides which boxes each rank needs (resharding).
-All files are checked in `prepare_local_plan`, before the first tensor is changed; with several ranks each checks its share of
-the files, and DCP brings an error there to all of them.
+Importing this module imports DCP: do it only when loading. DCP's planner decides which boxes each rank needs (resharding), from the
+manifest alone, so ranks plan and read without each other. Before the first tensor is changed all of them wait for the outcome of the
+checks in `prepare_local_plan`: each rank verifies its share of the files, and that it sees those which it will read.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -20,33 +20,31 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from trainer_kit.checkpoint.checks import Chunk, TensorRecord
-from trainer_kit.checkpoint.checksum import check_checksums, check_sizes
+from trainer_kit.checkpoint.checksum import DAMAGED, check_checksums, check_sizes
 from trainer_kit.checkpoint.manifest import Manifest
-from trainer_kit.checkpoint.pieces import read_region
 from trainer_kit.exceptions import CheckpointError
+from trainer_kit.mesh.team import Team
 from trainer_kit.storage import Folder
+from trainer_kit.weights.regions import read_region
 
 
-def read_checkpoint(reader: CheckpointReader, tensors: dict[str, torch.Tensor], process_group: Any = None) -> None:
-    """Fill `tensors` through DCP's planner. Without a process group nothing is communicated."""
+def plan_reads(reader: CheckpointReader, tensors: dict[str, torch.Tensor]) -> Callable[[], None]:
+    """Check everything and return what fills `tensors`, of which distributed ones are filled with their parts alone."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    if process_group is not None:
-        dcp.load(tensors, storage_reader=reader, planner=planner, process_group=process_group)
-        return
     metadata = reader.read_metadata()
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, True)
     plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     [plan] = reader.prepare_global_plan(plans)
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    return lambda: reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
 class CheckpointReader(StorageReader):
     """One load. `verify=False` leaves out the checksums of the files; sizes are always checked."""
 
-    def __init__(self, folder: Folder, manifest: Manifest, *, verify: bool = True, rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(self, folder: Folder, manifest: Manifest, *, verify: bool = True, team: Team | None = None) -> None:
         self._folder, self._manifest = folder, manifest
-        self._verify, self._rank, self._num_ranks = verify, rank, num_ranks
+        self._verify, self._team = verify, team or Team()
         self._chunks = {(name, c.offsets): c for name, record in manifest.tensors.items() for c in record.chunks}
 
     @classmethod
@@ -64,11 +62,22 @@ class CheckpointReader(StorageReader):
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        files = dict(sorted(self._manifest.files.items())[self._rank :: self._num_ranks])
-        check_sizes(self._folder, files)
+        team, files = self._team, self._manifest.files
+        share = dict(sorted(files.items())[team.rank :: team.num_ranks])
+        needed = share | {name: files[name] for name in sorted({self._chunk(item).file for item in plan.items})}
+        if team.is_alone:
+            check_sizes(self._folder, needed)
+        else:
+            check_sizes(self._folder, needed, f"{DAMAGED}, or rank {team.rank} does not see the file system that the other ranks see")
         if self._verify:
-            check_checksums(self._folder, files)
+            check_checksums(self._folder, share)
         return plan
+
+    def _chunk(self, item: ReadItem) -> Chunk:
+        if item.type == LoadItemType.BYTE_IO:
+            raise CheckpointError(f"{item.storage_index.fqn}: only tensors are stored as tensors, found bytes")
+        assert item.storage_index.offset is not None
+        return self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset)]
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
@@ -76,10 +85,7 @@ class CheckpointReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[tuple[Chunk, ReadItem]]] = defaultdict(list)
         for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                raise CheckpointError(f"{item.storage_index.fqn}: only tensors are stored as tensors, found bytes")
-            assert item.storage_index.offset is not None
-            chunk = self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset)]
+            chunk = self._chunk(item)
             by_file[chunk.file].append((chunk, item))
         for name, items in sorted(by_file.items()):
             self._read_file(name, sorted(items, key=lambda pair: pair[0].start), planner)

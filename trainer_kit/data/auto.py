@@ -17,7 +17,8 @@ from trainer_kit.data.batch_sizes import BatchSizes, count
 from trainer_kit.data.microbatches import MicrobatchReader
 from trainer_kit.data.pack import Pack
 from trainer_kit.data.provider import DataProvider
-from trainer_kit.data.sampler import Order, global_order, index_list, num_global_batches, pack_spans
+from trainer_kit.data.randomness import fork_random
+from trainer_kit.data.sampler import Order, Span, global_order, index_list, num_global_batches, on_all_ranks, pack_spans
 from trainer_kit.data.workers import Key, WorkerPool
 from trainer_kit.exceptions import ConfigurationError, StateError
 from trainer_kit.random_state import derive_seed
@@ -38,7 +39,11 @@ class AutoDataProvider(DataProvider):
     num_workers: 0 reads in this process, and then random augmentation draws from the run's own streams (from a stream per pack, if
     packs are fetched ahead). With workers, each microbatch is read and collated in a process that was seeded with the position.
     prefetch_factor, persistent_workers: as in torch's DataLoader. pin_memory: None pins when the device is an accelerator.
+    A short last global batch is split as evenly as possible over the data ranks; one that gets nothing of it has a filler instead.
     """
+
+    knows_all_ranks = True
+    global_position = True
 
     def __init__(
         self,
@@ -98,11 +103,15 @@ class AutoDataProvider(DataProvider):
         """The rest of one epoch. Every sample of an epoch is in exactly one pack of one data rank (`drop_last` aside)."""
         reader = self._ready()
         epoch, start = self._place(position or {})
+        several = self._num_data_ranks > 1
         order = global_order(self._num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         if self._num_workers:
             microbatches = self._workers(reader).fetch(self._keys(order, epoch, start))
+        elif several:
+            microbatches = self._read_part(reader, order, epoch, start)
         else:
             microbatches = (reader.read(order[begin:end]) for spans, _ in self._spans(start) for begin, end in spans)
+        begin = start
         usable = self._sizes.usable(self._num_samples, start, self._drop_last)
         for spans, after in self._spans(start):
             is_last = after >= usable
@@ -112,7 +121,12 @@ class AutoDataProvider(DataProvider):
                 "dataset_size": self._num_samples,
                 "seed": self._seed,
             }
-            yield Pack([next(microbatches) for _ in spans], epoch, after_pack, is_last)
+            pack = Pack([next(microbatches) for _ in spans], epoch, after_pack, is_last)
+            if several:
+                pack.num_on_all, _ = self._on_all_ranks(begin, after)
+                pack.filler = None if spans else next(microbatches)
+                begin = after
+            yield pack
         next(microbatches, None)  # lets the loader see the end: workers that do not persist leave now
 
     def _spans(self, start: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
@@ -126,10 +140,29 @@ class AutoDataProvider(DataProvider):
             drop_last=self._drop_last,
         )
 
+    def _on_all_ranks(self, begin: int, end: int) -> tuple[int, Span]:
+        return on_all_ranks(begin, end, microbatch_size=self._microbatch_size, num_data_ranks=self._num_data_ranks)
+
+    def _read_part(self, reader: MicrobatchReader, order: Order, epoch: int, start: int) -> Iterator[Any]:
+        """The microbatches of one of several data ranks; for a pack of which it has no part, the filler, with random streams of its own."""
+        before = start
+        for spans, after in self._spans(start):
+            for begin, end in spans:
+                yield reader.read(order[begin:end])
+            if not spans:
+                begin, end = self._on_all_ranks(before, after)[1]
+                with fork_random(self._seed, "filler", epoch, begin):
+                    filler = reader.read(order[begin:end])
+                yield filler
+            before = after
+
     def _keys(self, order: Order, epoch: int, start: int) -> Iterator[Key]:
-        for spans, _ in self._spans(start):
-            for span in spans:
+        """What the workers read: the same as `_read_part`."""
+        before = start
+        for spans, after in self._spans(start):
+            for span in spans or [self._on_all_ranks(before, after)[1]]:
                 yield derive_seed(self._seed, "worker", epoch, span[0]), index_list(order, span)
+            before = after
 
     def _workers(self, reader: MicrobatchReader) -> WorkerPool:
         if self._pool is None:

@@ -28,16 +28,20 @@ class Pack:
     position: the state after this pack, from which `DataProvider.packs` goes on with the next one; a dict of plain values, or a
     callable that gives it, called only when needed. None: the stream counts packs and resumes by skipping.
     is_last: whether it is the last pack of its epoch; None when that is not known yet.
+    num_on_all: how many microbatches every data rank runs in this step, those of the rank that has most; None: just these.
+    filler: a microbatch for a rank that has none of its own in this step to run in their place, without any effect.
     """
 
     microbatches: list[Any]
     epoch: int = 0
     position: Position | None = None
     is_last: bool | None = None
+    num_on_all: int | None = None
+    filler: Any = None
 
 
 def as_pack(found: Any, epoch: int, provider_name: str) -> Pack:
-    """What `DataProvider.packs` yielded, as a Pack with at least one microbatch."""
+    """What `DataProvider.packs` yielded, as a Pack with at least one microbatch, or else a filler."""
     if isinstance(found, list):
         found = Pack(found, epoch)
     if not isinstance(found, Pack):
@@ -45,7 +49,7 @@ def as_pack(found: Any, epoch: int, provider_name: str) -> Pack:
             f"{provider_name}.packs yielded a {type(found).__name__}, expected a Pack or a list of microbatches; "
             "yield [microbatch] for a single one"
         )
-    if not found.microbatches:
+    if not found.microbatches and found.filler is None:
         raise ConfigurationError(f"{provider_name}.packs yielded a pack without microbatches in epoch {found.epoch}; leave it out")
     return found
 

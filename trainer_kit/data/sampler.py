@@ -48,7 +48,7 @@ def pack_spans(
     """For each pack from position `start` on: the spans of its microbatches on this rank, and the global position after it.
 
     A rank's part of a global batch is contiguous. A short last batch is split as evenly as possible, so ranks may then have
-    different numbers of microbatches, or none; filling those up is the caller's business.
+    different numbers of microbatches, or none; `on_all_ranks` tells how many the others have.
     """
     for begin in range(start, num_samples, global_batch_size):
         end = min(begin + global_batch_size, num_samples)
@@ -58,3 +58,9 @@ def pack_spans(
         first = begin + size * data_rank // num_data_ranks
         last = begin + size * (data_rank + 1) // num_data_ranks
         yield [(at, min(at + microbatch_size, last)) for at in range(first, last, microbatch_size)], end
+
+
+def on_all_ranks(begin: int, end: int, *, microbatch_size: int, num_data_ranks: int) -> tuple[int, Span]:
+    """Of the global batch [begin, end): how many microbatches the rank with most has, and what a rank without any runs in their place."""
+    most = -(-(end - begin) // num_data_ranks)
+    return -(-most // microbatch_size), (begin, min(begin + microbatch_size, end))

@@ -1,7 +1,9 @@
 """`Gradients`: the accumulated gradients of one step.
 
 Backward starts from loss times weight and everything is summed; `finish` divides once by the weight of the pack. The norm is
-computed once per step for all who ask, and again if somebody changed a gradient meanwhile.
+computed once per step for all who ask, and again if somebody changed a gradient meanwhile. On a mesh all of it works on the local
+gradients of this rank, which the synchroniser has brought together before. Before editing: one process has no synchroniser and pays
+a truth test for it.
 """
 
 from __future__ import annotations
@@ -9,25 +11,40 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer_kit.exceptions import ModelError, UnsupportedError
 from trainer_kit.parameters import ParameterRow
-from trainer_kit.torch_private import fingerprint, multiply_and_flag_non_finite, read_cpu_scalar
+from trainer_kit.torch_private import fingerprint, keep_reduced_dtype, multiply_and_flag_non_finite, read_cpu_scalar
+
+if TYPE_CHECKING:
+    from trainer_kit.gradients.norm import NormOverRanks
+    from trainer_kit.gradients.synchroniser import MicrobatchSync, Synchroniser
+    from trainer_kit.mesh.context import DistributedContext
 
 
 class Gradients:
     """The gradients of the trainable parameters.
 
-    grad_dtype: dtype in which autograd accumulates; None: the parameter's.
-    update_dtype: whether the optimizer needs gradients in the parameter's dtype.
+    context: the ranks; None: one process.
+    grad_dtype: dtype in which gradients accumulate and are reduced; None: the parameter's.
+    cast_for_update: whether the optimizer needs gradients in the parameter's dtype.
+    sync: FSDP's part of the synchronisation, which is told before each microbatch; None: there is none.
     """
 
-    def __init__(self, rows: Sequence[ParameterRow], *, grad_dtype: torch.dtype | None = None, cast_for_update: bool = False) -> None:
+    def __init__(
+        self,
+        rows: Sequence[ParameterRow],
+        *,
+        context: DistributedContext | None = None,
+        grad_dtype: torch.dtype | None = None,
+        cast_for_update: bool = False,
+        sync: MicrobatchSync | None = None,
+    ) -> None:
         self._rows = list(rows)
-        self._parameters = [row.parameter for row in rows]
+        self._parameters = [row.local for row in rows]
         self._grad_dtype = grad_dtype
         self._cast = [p for p in self._parameters if grad_dtype is not None and p.dtype != grad_dtype] if cast_for_update else []
         self._members: list[list[torch.nn.Parameter]] = []  # parameters whose gradients share device and dtype
@@ -38,12 +55,35 @@ class Gradients:
         self._kept_inverse = torch.empty(0)
         self._known: tuple[int, ...] = ()  # the gradients to which the norms belong
         self._set_grad_dtype(self._parameters)
+        self._mesh: Synchroniser | None = None
+        self._ranks: NormOverRanks | None = None
+        self._shares = torch.empty(0)  # of the parameters of `_members` in the norm
+        self.is_cut = False  # whether no rank has all gradients, so that the norm and the finite check take all of them
+        if context is not None and context.world_size > 1:
+            self._join(context, sync)
+
+    def _join(self, context: DistributedContext, sync: MicrobatchSync | None) -> None:
+        from trainer_kit.gradients.norm import NormOverRanks
+        from trainer_kit.gradients.synchroniser import Synchroniser
+
+        self._set_grad_dtype([row.parameter for row in self._rows])
+        if sync is not None and self._grad_dtype is not None:
+            for unit in sync.units:
+                keep_reduced_dtype(unit, self._grad_dtype)
+        self._mesh = Synchroniser(self._rows, context, sync)
+        self._ranks = NormOverRanks.of(self._rows, context)
+        self.is_cut = self._ranks is not None
 
     def _set_grad_dtype(self, parameters: Sequence[Any]) -> None:
         if self._grad_dtype is not None:
             for parameter in parameters:
                 if parameter.dtype.itemsize < self._grad_dtype.itemsize:
                     parameter.grad_dtype = self._grad_dtype
+
+    def begin_microbatch(self, is_last: bool) -> None:
+        """On a mesh, before each microbatch; `is_last`: no other follows in this pack on this rank."""
+        if self._mesh is not None:
+            self._mesh.begin_microbatch(is_last)
 
     def finish(self, weight: float | torch.Tensor, flag: torch.Tensor | None = None) -> None:
         """Divide by the weight of the pack. A parameter that nothing used has a zero gradient, as on every mesh.
@@ -66,13 +106,16 @@ class Gradients:
                 multiply_and_flag_non_finite(group, self._inverse(1, flag), flag)
 
     def _collect(self) -> None:
-        if self._members:
-            self._look_up()
-            if not any(gradient is None for group in self._groups for gradient in group):
-                return
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        if self._mesh is not None:
+            self._mesh.finish()
+        else:
+            if self._members:
+                self._look_up()
+                if not any(gradient is None for group in self._groups for gradient in group):
+                    return
+            for parameter in self._parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         if not self._members:
             self._group()
         self._look_up()
@@ -91,7 +134,12 @@ class Gradients:
         self._known = fingerprint(grad for group in self._groups for grad in group)
 
     def changed(self) -> bool:
-        """Whether somebody changed a gradient since `watch`, other than by `scale`. Looks the gradients up again if so."""
+        """Whether somebody changed a gradient since `watch`, other than by `scale`. Looks the gradients up again if so.
+
+        On a mesh whoever changes gradients does so on every rank: the norm that is due then takes all of them.
+        """
+        if self._mesh is not None:
+            self._mesh.look_up()
         self._look_up()
         now = fingerprint(grad for group in self._groups for grad in group)
         if now == self._known:
@@ -101,7 +149,7 @@ class Gradients:
 
     def check_trainable(self, rows: Iterable[ParameterRow]) -> None:
         """Raise ModelError if what is trainable among `rows` is not what was so at the build."""
-        mine = {id(parameter) for parameter in self._parameters}
+        mine = {id(row.parameter) for row in self._rows}
         other = [row.name for row in rows if row.trainable != (id(row.parameter) in mine)]
         if other:
             raise ModelError(
@@ -110,9 +158,9 @@ class Gradients:
             )
 
     def _group(self) -> None:
-        groups: dict[tuple[torch.device, torch.dtype], list[torch.nn.Parameter]] = {}
+        groups: dict[tuple[torch.device, torch.dtype], list[ParameterRow]] = {}
         for row in self._rows:
-            gradient = row.parameter.grad
+            gradient = row.local.grad
             assert gradient is not None
             if gradient.layout != torch.strided:
                 raise ModelError(f"the gradient of {row.name!r} is sparse; build its layer with sparse=False, a dense gradient is needed")
@@ -120,28 +168,36 @@ class Gradients:
                 raise UnsupportedError(
                     f"{row.name!r} is complex, for which norms and finite checks are not defined here; use a pair of real parameters"
                 )
-            groups.setdefault((gradient.device, gradient.dtype), []).append(row.parameter)
-        self._members = list(groups.values())
+            if gradient.numel():  # a rank may hold no element of a short parameter, and no largest one is to be found among none
+                groups.setdefault((gradient.device, gradient.dtype), []).append(row)
+        self._members = [[row.local for row in rows] for rows in groups.values()]
+        if self._ranks is not None:
+            self._shares = self._ranks.shares(row for rows in groups.values() for row in rows)
 
     def norm(self, p: float = 2.0) -> torch.Tensor:
-        """The p-norm over all gradients as a device tensor; the formula of `torch.nn.utils.get_total_norm`.
+        """The p-norm over all gradients as a device tensor; the formula of `torch.nn.utils.get_total_norm`. On a mesh a collective.
 
         Large finite gradients overflow in fp32; a CPU, where looking costs nothing, then computes in fp64.
         """
         self.changed()
         if p not in self._norms:
-            norm = torch.linalg.vector_norm(self.norm_per_parameter(p), p)
+            norm = self._norm(p, torch.float32)
             if norm.device.type == "cpu" and not math.isfinite(read_cpu_scalar(norm)):
-                norm = torch.linalg.vector_norm(self.norm_per_parameter(p, torch.float64), p).to(norm.dtype)
+                norm = self._norm(p, torch.float64).to(norm.dtype)
             self._norms[p] = norm
         return self._norms[p]
 
+    def _norm(self, p: float, dtype: torch.dtype) -> torch.Tensor:
+        norms = self.norm_per_parameter(p, dtype)
+        return torch.linalg.vector_norm(norms, p) if self._ranks is None else self._ranks.norm(norms, self._shares, p)
+
     def norm_per_parameter(self, p: float = 2.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The p-norm of each gradient, computed in `dtype` or the gradient's own if that is wider; in the order of `names_in_groups`."""
-        device = self._groups[0][0].device
+        """The p-norm of each local gradient, computed in `dtype` or its own if that is wider; in the order of `names_in_groups`."""
         norms = [n for group in self._groups for n in torch._foreach_norm(group, p, dtype=torch.promote_types(group[0].dtype, dtype))]
+        if not norms:
+            return torch.zeros(0, dtype=dtype, device=self._shares.device)
         widest = functools.reduce(torch.promote_types, (n.dtype for n in norms))
-        return torch.stack([n.to(device, widest) for n in norms])
+        return torch.stack([n.to(norms[0].device, widest) for n in norms])
 
     def scale(self, factor: torch.Tensor | float) -> None:
         """Multiply all gradients, and the norms that are known already. The factor must be finite."""
@@ -160,9 +216,22 @@ class Gradients:
         for group in self._groups:
             multiply_and_flag_non_finite(group, torch.ones_like(flag), flag)
 
+    def share_flag(self, flag: torch.Tensor) -> None:
+        """Where gradients are cut, set `flag` to 1 if it is 1 on any rank, so that all of them decide alike. A collective."""
+        if self._ranks is not None:
+            self._ranks.agree(flag)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """On the way to an error that all ranks raise: the value of each rank, or of this one if it has all gradients."""
+        return [value] if self._ranks is None else self._ranks.exchange(value)
+
+    def names(self) -> list[str]:
+        """The names of all parameters with a gradient, in the order of the model."""
+        return [row.name for row in self._rows]
+
     def names_in_groups(self) -> list[str]:
         """Names in the order of `norm_per_parameter`."""
-        names = {id(row.parameter.grad): row.name for row in self._rows}
+        names = {id(row.local.grad): row.name for row in self._rows}
         return [names[id(grad)] for group in self._groups for grad in group]
 
     def cast_for_update(self) -> None:
@@ -173,8 +242,16 @@ class Gradients:
             parameter.grad = grad.to(parameter.dtype) if grad is not None else None
 
     def zero(self) -> None:
-        """Drop the gradients; the next backward makes new ones."""
-        for parameter in self._parameters:
+        """Drop the gradients; the next backward makes new ones. Those in buckets become zero where they are."""
+        for parameter in self._parameters if self._mesh is None else self._cast:
             parameter.grad = None
         self._groups, self._norms = [], {}
         self._set_grad_dtype(self._cast)
+        if self._mesh is not None:
+            self._mesh.zero()
+
+    def close(self) -> None:
+        """Drop the gradients for good, and the hooks of a mesh with them."""
+        self.zero()
+        if self._mesh is not None:
+            self._mesh.close()

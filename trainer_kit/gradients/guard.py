@@ -68,6 +68,8 @@ class NonFiniteGuard:
             return True
         if self._watching and (self._gradients.changed() or self._gradients.touched):
             self._gradients.flag_non_finite(self._flag)
+        if self._gradients.is_cut:
+            self._gradients.share_flag(self._flag)
         if self._sticky:
             self._check_later(step, weight)
             return True
@@ -104,10 +106,13 @@ class NonFiniteGuard:
             self._flag.zero_()
             self._raise(step, norms, names)
 
-    def _raise(self, step: int, norms_on_device: torch.Tensor, names: list[str]) -> None:
-        norms = norms_on_device.tolist()
-        bad = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
-        first = f"the first parameter with one is {bad[0]!r} ({len(bad)} of {len(norms)} have one)" if bad else "it was clipped away since"
+    def _raise(self, step: int, norms: torch.Tensor, names: list[str]) -> None:
+        position = {name: index for index, name in enumerate(self._gradients.names())}
+        found = [(position[name], name) for name, norm in zip(names, norms.tolist(), strict=True) if not math.isfinite(norm)]
+        of_ranks = self._gradients.exchange((found, len(position)))
+        bad = sorted({item for found, _ in of_ranks for item in found})
+        total = max(number for _, number in of_ranks)
+        first = f"the first parameter with one is {bad[0][1]!r} ({len(bad)} of {total} have one)" if bad else "it was clipped away since"
         kept = (
             "no parameter was changed by it" if self._fused or not self._deferred else "this optimizer has updated the parameters with it"
         )

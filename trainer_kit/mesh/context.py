@@ -5,15 +5,28 @@ Every component gets it through its constructor; nothing reads it from global st
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from trainer_kit.exceptions import StateError
+from trainer_kit.mesh.domains import domains_of
+from trainer_kit.mesh.failure import Failures, NoFailures
+from trainer_kit.mesh.host import HostChannel, LocalChannel
+from trainer_kit.mesh.place_logger import PlaceLogger
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from trainer_kit.mesh.strategy import MeshStrategy
+    from trainer_kit.mesh.world import World
+
+_logger = logging.getLogger("trainer_kit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +40,25 @@ class AddedLoss:
 
 @dataclass
 class DistributedContext:
-    """The place of this process in the run: rank, data rank, device."""
+    """The place of this process in the run. With the defaults: one process, where everything works and costs nothing.
+
+    local_rank: on its machine. node: number of its machine. data_rank: which samples it gets, of `num_data_ranks` parts.
+    host: small exchanges between the ranks. failures: ends this rank when another one fails.
+    """
 
     strategy: MeshStrategy
     device: torch.device
     rank: int = 0
     world_size: int = 1
+    local_rank: int = 0
+    node: int = 0
     data_rank: int = 0
     num_data_ranks: int = 1
+    tensor_rank: int = 0
+    num_tensor_ranks: int = 1
+    host: HostChannel = field(default_factory=LocalChannel, repr=False)
+    failures: Failures = field(default_factory=NoFailures, repr=False)
+    world: World | None = field(default=None, repr=False)
     _added: list[AddedLoss] | None = field(default=None, repr=False)
 
     @property
@@ -42,9 +66,87 @@ class DistributedContext:
         """Whether this is rank 0, which writes logs and prints."""
         return self.rank == 0
 
-    def mesh_for(self, domain: str) -> Any:
-        """The device mesh of a domain."""
-        raise StateError(f"one process has no mesh, so there is none for the domain {domain!r}; test context.world_size > 1 first")
+    @property
+    def is_counted(self) -> bool:
+        """Whether the losses, weights, metrics and outputs of this rank count: those of tensor peers, which are the same, count once."""
+        return self.tensor_rank == 0
+
+    def mesh_for(self, domain: str) -> DeviceMesh:
+        """The device mesh of a domain: "regular", "dense", "expert", "batch" or "flat"; slice it by the names of its dimensions.
+
+        The first use of a domain is a collective.
+        """
+        if self.world is None:
+            raise StateError(f"one process has no mesh, so there is none for the domain {domain!r}; test context.world_size > 1 first")
+        return self.world.meshes.mesh_for(domain)
+
+    def group(self, domain: str, *dims: str) -> ProcessGroup | None:
+        """This rank's process group over the product of some dimensions of a domain; None if it is alone in it.
+
+        The first use is a collective. Domains share the groups of equal ranks.
+        """
+        return None if self.world is None else self.world.meshes.group(domain, *dims)
+
+    @property
+    def data_group(self) -> ProcessGroup | None:
+        """The ranks that hold different samples and are otherwise peers; None if there is one."""
+        return self.group("batch", "dp")
+
+    def dense_sizes(self) -> dict[str, int]:
+        """The sizes of the dimensions of the dense domain within a pipeline stage, by name."""
+        dense = domains_of(self.strategy.resolve(self.world_size))["dense"]
+        return {dim: size for dim, size in zip(dense.dims, dense.shape, strict=True) if dim != "pp"}
+
+    def coordinates(self) -> dict[str, int]:
+        """The place of this rank along each dimension of the batch domain that has more than one rank."""
+        if self.world is None:
+            return {}
+        batch = self.world.meshes.domains["batch"]
+        return {dim: place for dim, place in batch.coordinates(self.rank).items() if batch.size(dim) > 1}
+
+    @property
+    def logger(self) -> logging.LoggerAdapter[logging.Logger]:
+        """The logger of trainer_kit, with this rank's coordinates before each message, if there are other ranks."""
+        return PlaceLogger(self.rank, self.coordinates()) if self.world_size > 1 else logging.LoggerAdapter(_logger)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Rank 0 runs the block first, the others after it, as for a download. An error on rank 0 is raised there, and ends the others."""
+        with self.long_timeout():
+            if self.is_main:
+                try:
+                    yield
+                except BaseException as error:
+                    self.host.broadcast(f"{type(error).__name__}: {error}")
+                    raise
+                self.host.broadcast(None)
+            else:
+                if (failed := self.host.broadcast(None)) is not None:
+                    raise StateError(f"rank 0 failed in main_process_first(), which the other ranks wait for: {failed}")
+                yield
+
+    @contextmanager
+    def long_timeout(self) -> Iterator[None]:
+        """Collectives in the block may take as long as during the set-up: for saves, exports, sleeping, slow first calls."""
+        if self.world is None:
+            yield
+            return
+        with self.world.timeouts.long():
+            yield
+
+    @contextmanager
+    def short_timeout(self) -> Iterator[None]:
+        """Collectives in the block, which is the loop, fail when they take longer than a step could."""
+        if self.world is None:
+            yield
+            return
+        with self.world.timeouts.short():
+            yield
+
+    def close(self) -> None:
+        """Give back what `build()` opened; a process group that was there before stays. No collective. A new build() works afterwards."""
+        if self.world is not None:
+            self.world.close()
 
     def add_loss(self, name: str, value: torch.Tensor, coefficient: float = 1.0) -> None:
         """Add `coefficient * value` to the loss of the running microbatch, from inside a forward (router losses, penalties).
@@ -67,7 +169,11 @@ class DistributedContext:
 
     def describe(self) -> str:
         """One line about the mesh."""
-        return f"1 process on {self.device}" if self.world_size == 1 else f"{self.world_size} ranks on {self.device.type}"
+        if self.world_size == 1:
+            return f"1 process on {self.device}"
+        names = ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp", "ep")
+        degrees = [f"{name} {getattr(self.strategy, name)}" for name in names if getattr(self.strategy, name) > 1]
+        return f"{self.world_size} ranks on {self.device.type}" + (f": {', '.join(degrees)}" if degrees else "")
 
 
 def _merged(added: list[AddedLoss]) -> list[AddedLoss]:

@@ -90,6 +90,11 @@ def _offsets(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(chunk.offsets)
 
 
+def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of `whole`, a plain tensor, into the memory of `tensor`."""
+    local_of(tensor).copy_(whole[layout_of(tensor).box])
+
+
 def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """`local` in the layout of `tensor`: a DTensor around it if that is one. It shares the storage; shapes must agree."""
     if not is_distributed(tensor):

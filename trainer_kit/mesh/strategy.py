@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import os
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from trainer_kit.exceptions import ConfigurationError, UnsupportedError, explain_settings
 from trainer_kit.mesh.context import DistributedContext
+from trainer_kit.mesh.domains import domains_of
+from trainer_kit.mesh.place import Place, find_place
+from trainer_kit.mesh.world import World
+
+_logger = logging.getLogger("trainer_kit")
 
 DEGREES = ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp")
 
@@ -30,7 +36,9 @@ class MeshStrategy(BaseModel):
     cp_replicate: int = 1
     tp: int = 1
     ep: int = 1
+    fsdp_sync: Literal["microbatch", "pack"] = "microbatch"
     device: str | None = None
+    backend: str | None = None
 
     def __init__(self, **degrees: object) -> None:
         if degrees.get("dp_shard") == -1 and "dp_replicate" not in degrees:
@@ -64,15 +72,65 @@ class MeshStrategy(BaseModel):
             )
         return self.model_copy(update=degrees)
 
-    def build(self) -> DistributedContext:
-        """The context of this process, from the launcher's environment."""
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        resolved = self.resolve(world_size)
-        if world_size > 1:
-            raise UnsupportedError(f"{world_size} ranks were started, but this version of trainer_kit trains on one process")
-        if resolved.ep != 1:
+    def build(self, *, setup_timeout: float = 1800.0, step_timeout: float = 300.0) -> DistributedContext:
+        """The context of this process, from the launcher's environment. With several ranks it is a collective.
+
+        setup_timeout, step_timeout: seconds that a collective may take while things are set up or saved, and in the loop.
+        """
+        place = find_place()
+        resolved = self.resolve(place.world_size)
+        self._check_effect(resolved, place.world_size)
+        domains = domains_of(resolved)
+        if place.world_size == 1:
+            return DistributedContext(strategy=resolved, device=_device(self.device))
+        batch, device = domains["batch"], _device_of_rank(self.device, place)
+        world = World(place, domains, device.type, self.backend, setup_timeout, step_timeout)
+        return DistributedContext(
+            strategy=resolved,
+            device=device,
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            node=place.node,
+            data_rank=batch.coordinate(place.rank, "dp"),
+            num_data_ranks=batch.size("dp"),
+            tensor_rank=batch.coordinate(place.rank, "tp"),
+            num_tensor_ranks=batch.size("tp"),
+            host=world.host,
+            failures=world.failures,
+            world=world,
+        )
+
+    def _check_effect(self, resolved: MeshStrategy, world_size: int) -> None:
+        """Refuse what cannot be had, and what was asked for and does nothing; tell of what does nothing in this world only."""
+        if resolved.ep != 1 and world_size == 1:
             raise ConfigurationError(f"ep={resolved.ep} of MeshStrategy has no effect on one rank; leave it at 1")
-        return DistributedContext(strategy=resolved, device=_device(self.device))
+        for name in ("pp", "cp_shard", "cp_replicate", "ep"):
+            if getattr(resolved, name) > 1:
+                raise UnsupportedError(f"{name}={getattr(resolved, name)} of MeshStrategy is not there yet in this version; leave it at 1")
+        if resolved.fsdp_sync == "pack" and resolved.dp_shard * resolved.cp_shard == 1:
+            if self.dp_shard != -1:
+                raise ConfigurationError("fsdp_sync='pack' of MeshStrategy has no effect, nothing is sharded (dp_shard is 1); leave it out")
+            _logger.warning("fsdp_sync='pack' of MeshStrategy has no effect: one rank is left for dp_shard=-1, so nothing is sharded")
+        if resolved.backend is not None and world_size == 1:
+            _logger.warning("backend=%r of MeshStrategy has no effect: one process has no process group", resolved.backend)
+
+
+def _device_of_rank(name: str | None, place: Place) -> torch.device:
+    """The device of this rank: on accelerators that of its local rank, made the current one, unless the name has an index."""
+    device = _device(name)
+    if device.type == "cpu":
+        return device
+    if device.index is None:
+        count = torch.accelerator.device_count()
+        if place.local_rank >= count:
+            raise ConfigurationError(
+                f"this is local rank {place.local_rank} (LOCAL_RANK), but the number of {device.type} devices here is {count}; start fewer "
+                "processes per machine, or name the device with its index in MeshStrategy(device=...)"
+            )
+        device = torch.device(device.type, place.local_rank)
+    torch.accelerator.set_device_index(device.index)
+    return device
 
 
 def _device(name: str | None) -> torch.device:

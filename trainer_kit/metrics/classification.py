@@ -8,6 +8,7 @@ import torch
 
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.metrics.metric import Metric, Reduction, quotient
+from trainer_kit.torch_private import whole_tensor
 
 
 class Accuracy(Metric):
@@ -23,8 +24,11 @@ class Accuracy(Metric):
         self.dim, self.ignore_index = dim, ignore_index
 
     def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Scores with a dim of classes, or predicted classes in the shape of the targets; targets are class numbers."""
-        predicted = outputs if outputs.shape == targets.shape else outputs.argmax(self.dim)
+        """Scores with a dim of classes, or predicted classes in the shape of the targets; targets are class numbers.
+
+        Scores that tensor parallelism cut over the classes are compared among the ranks, all of which must call this.
+        """
+        predicted = whole_tensor(outputs if outputs.shape == targets.shape else outputs.argmax(self.dim))
         if predicted.shape != targets.shape:
             raise ConfigurationError(
                 f"Accuracy.update got outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}; expected the "

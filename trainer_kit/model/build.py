@@ -1,8 +1,8 @@
 """`build_stage`: from a provider to a model on its device, with initial values.
 
-The order is fixed: construct, distribute, allocate, initialise, check. A module that has weights already is only moved. The build leaves
-the global random streams as they were; what a constructor draws itself is a function of the seed too.
-Not here: loading a model state, which comes after.
+The order is fixed: construct, distribute, allocate, initialise, check. A module that has weights already is moved, gets the values of
+rank 0 on every rank, and is distributed. The build leaves the global random streams as they were; what a constructor draws itself is a
+function of the seed too, so all ranks draw the same. Not here: loading a model state, which comes after.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from torch.nn.parameter import is_lazy
 from trainer_kit.exceptions import ModelError
 from trainer_kit.model.allocate import allocate, check_aliases, set_parameter_dtype
 from trainer_kit.model.constructor_log import ConstructorLog, check_repeated
+from trainer_kit.model.distribute import broadcast_values, distribute, has_distributed
 from trainer_kit.model.initialise import initialise
 from trainer_kit.model.operations import storage_key, tensors_in
 from trainer_kit.model.provider import ModelProvider, ModuleProvider, StageContext, StageInfo, as_model_provider
 from trainer_kit.model.torch_init import trunc_normal_replaced
 from trainer_kit.names import alias_table, all_tensors
 from trainer_kit.random_state import derive_seed, forked, seed_all
+from trainer_kit.torch_private import fsdp_modules, settle_fsdp_memory, written_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,10 +40,11 @@ def build_stage(
     seed: int,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """The model of one stage on `context.device`. `dtype`: that of its floating parameters; buffers keep theirs.
+    """The model of one stage on `context.device`, this rank's part of it. `dtype`: that of its floating parameters; buffers keep theirs.
 
     A model whose parameters are all on a real device has weights, which are kept: a module given as it is, or a callable that
-    loads one. Any other comes from the meta device and gets initial values from its `reset_parameters` methods.
+    loads one. Any other comes from the meta device and gets initial values from its `reset_parameters` methods, the same on any mesh.
+    A module or callable that gives DTensors has distributed its model itself, which is taken as it is. With several ranks a collective.
     """
     provider = as_model_provider(provider)
     ctx = StageContext(context, stage or StageInfo())
@@ -67,11 +70,11 @@ def _build(ctx: StageContext, provider: ModelProvider, seed: int, dtype: torch.d
     dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
     # A tied weight is filled by its first owner, whoever filled it in the constructor.
     constructed = {name: log.writes_to(p) for name, p in module.named_parameters() if name not in aliases.values()}
-    provider.parallelize_model_stage(ctx)
-    check_aliases(module, aliases)
+    set_parameter_dtype(module, dtype)  # FSDP and DTensors keep the dtype that they were made with
+    distribute(ctx, provider)
     ready = allocate(module, ctx.context.device, dtype)
     records = initialise(module, seed, ctx.context.device, dtypes=dtypes, ready=ready)
-    check_repeated(constructed, records, type(module).__name__)
+    check_repeated(constructed, records, written_class(module).__name__)
     check_aliases(module, aliases)
 
 
@@ -109,26 +112,31 @@ def _is_on_meta(module: nn.Module) -> bool:
 
 
 def _place(ctx: StageContext, provider: ModelProvider, dtype: torch.dtype | None) -> None:
-    """A model that has weights: move it, keep its values."""
-    module = ctx.built()
+    """A model that has weights: move it, keep its values. One that was distributed already is on its device."""
+    module, context = ctx.built(), ctx.context
     _check_lazy(module)
+    for unit in fsdp_modules(module):
+        unit.reshard()  # after a forward, the root may have been left with whole parameters
     if empty := [name for name, tensor in all_tensors(module) if tensor.is_meta]:
         raise ModelError(
-            f"{type(module).__name__} has tensors on the meta device, which have no values: {_few(empty)}; load or initialise them "
-            "before, or pass a callable that builds the model, so that it is allocated and initialised here"
+            f"{written_class(module).__name__} has tensors on the meta device, which have no values: {_few(empty)}; load or initialise "
+            "them before, or pass a callable that builds the model, so that it is allocated and initialised here"
         )
-    aliases = alias_table(module)
-    module.to(ctx.context.device)
+    is_distributed = has_distributed(module)
+    if not is_distributed:
+        module.to(context.device)
     set_parameter_dtype(module, dtype)
-    provider.parallelize_model_stage(ctx)
-    check_aliases(module, aliases)
+    if context.world_size > 1 and not is_distributed:
+        broadcast_values(module, context)
+    distribute(ctx, provider)
+    settle_fsdp_memory(module)
 
 
 def _check_lazy(module: nn.Module) -> None:
     if lazy := [name for name, tensor in all_tensors(module) if is_lazy(tensor)]:
         raise ModelError(
-            f"{type(module).__name__} has parameters without a shape: {_few(lazy)}; lazy modules get theirs from the first forward. Run "
-            "one forward with a sample input and pass that module, or give the sizes (nn.Linear in place of nn.LazyLinear)"
+            f"{written_class(module).__name__} has parameters without a shape: {_few(lazy)}; lazy modules get theirs from the first "
+            "forward. Run one forward with a sample input and pass that module, or give the sizes (nn.Linear in place of nn.LazyLinear)"
         )
 
 
@@ -146,14 +154,14 @@ def _check_memory(module: nn.Module) -> None:
 
 def _check_places(module: nn.Module, device: torch.device) -> None:
     if astray := [f"{name} on {tensor.device}" for name, tensor in all_tensors(module) if tensor.device.type != device.type]:
-        raise ModelError(f"{type(module).__name__} was built on {device}, but some of its tensors are elsewhere: {_few(astray)}")
+        raise ModelError(f"{written_class(module).__name__} was built on {device}, but some of its tensors are elsewhere: {_few(astray)}")
     for name, owner in module.named_modules():
         for attribute, value in vars(owner).items():
             held = tuple(value.values()) if isinstance(value, dict) else (value,)
             if any(tensor.is_meta for tensor in tensors_in(held, {})):
                 raise ModelError(
-                    f"{type(owner).__name__} {name!r} keeps a tensor in the plain attribute {attribute!r}, made on the meta device, so "
-                    f"it has no values; use self.register_buffer({attribute!r}, ..., persistent=False) and compute it in "
+                    f"{written_class(owner).__name__} {name!r} keeps a tensor in the plain attribute {attribute!r}, made on the meta "
+                    f"device, so it has no values; use self.register_buffer({attribute!r}, ..., persistent=False) and compute it in "
                     "reset_parameters"
                 )
 

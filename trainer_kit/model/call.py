@@ -16,6 +16,7 @@ from torch import nn
 from trainer_kit.data.pack import is_movable_object
 from trainer_kit.exceptions import ModelError
 from trainer_kit.task import Args
+from trainer_kit.torch_private import written_class
 
 
 class ModelCaller:
@@ -34,8 +35,8 @@ class ModelCaller:
             return self._module(inputs, shared)
         if shared is not None:
             raise ModelError(
-                f"ForwardInputs(shared=...) was given, but {type(self._module).__name__} is called the ordinary way; put the values into "
-                "inputs=, or give the model the stage form forward(self, inputs, shared)"
+                f"ForwardInputs(shared=...) was given, but {written_class(self._module).__name__} is called the ordinary way; put the "
+                "values into inputs=, or give the model the stage form forward(self, inputs, shared)"
             )
         if isinstance(inputs, torch.Tensor):
             return self._module(inputs)

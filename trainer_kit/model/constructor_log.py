@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trainer_kit.exceptions import ModelError
+from trainer_kit.mesh.layout import local_of
 from trainer_kit.model.operations import Write, destinations, operation_name, storage_key, write_of
 from trainer_kit.model.reset_mode import TensorRecord
 from trainer_kit.model.torch_init import OperationMode
@@ -42,7 +43,7 @@ class ConstructorLog(OperationMode):
     def _note(self, tensor: torch.Tensor, write: Write) -> None:
         if tensor.is_meta:
             self._writes.setdefault(storage_key(tensor), []).append(write)
-            self._alive.append(tensor.untyped_storage())
+            self._alive.append(local_of(tensor).untyped_storage())
 
     def writes_to(self, tensor: torch.Tensor) -> list[Write]:
         """The operations on the memory of a tensor, in order."""

@@ -7,10 +7,11 @@ The rules, in the order in which they apply:
    way. On those of other modules only the operations that `reset_mode.py` keys or lets through are allowed, so a root may hold the
    whole initialisation, `self.apply(self._init)` included. A module that calls the resets of others runs them under rules 1 and 2.
 3. A tied tensor is filled by the first of its owners that has a reset. For the others' resets it is replaced by a scratch tensor.
-4. Parameters that are stored in another dtype than the constructor's are filled in the constructor's and rounded.
+4. Parameters that are stored in another dtype than the constructor's are filled in the constructor's and rounded. Tensors that are cut
+   over ranks are filled whole, one module at a time, and each rank keeps its part; in both cases the reset sees a stand-in.
 5. What no reset wrote is an error.
 
-The caller keeps the global random streams safe. Not here: memory (`allocate.py`), loading.
+So the values are the same on any mesh. The caller keeps the global random streams safe. Not here: memory (`allocate.py`), loading.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer_kit.exceptions import ModelError
-from trainer_kit.model.operations import storage_key
+from trainer_kit.mesh.layout import is_distributed
+from trainer_kit.model.operations import object_key, storage_key
 from trainer_kit.model.reset_mode import ResetMode, TensorRecord
+from trainer_kit.model.stand_in import show, take_back
 from trainer_kit.model.torch_init import trunc_normal_replaced
 from trainer_kit.names import direct_tensors
 from trainer_kit.random_state import derive_seed, forked, seed_all
+from trainer_kit.torch_private import written_class
 
 
 def initialise(
@@ -51,19 +54,6 @@ def reset_method(module: nn.Module) -> str | None:
     return next((name for name in ("reset_parameters", "_reset_parameters") if callable(getattr(module, name, None))), None)
 
 
-@dataclass(frozen=True, slots=True)
-class _StandIn:
-    """What a reset finds under `holder.attribute` in place of `tensor`: the tensor itself, or a scratch one."""
-
-    holder: nn.Module
-    attribute: str
-    tensor: torch.Tensor
-    shown: torch.Tensor
-    record: TensorRecord
-    is_kept: bool
-    key: int  # of the storage of `shown`, which `.data = ...` may replace
-
-
 class _Walk:
     def __init__(self, module: nn.Module, seed: int, device: torch.device, dtypes: Mapping[str, torch.dtype]) -> None:
         self._root, self._seed, self._device = module, seed, device
@@ -73,6 +63,8 @@ class _Walk:
         self._holders = {owner: [owner, *_parameter_lists(owner)] for owner in module.modules() if reset_method(owner)}
         self.records, self._filled_by = self._find_tensors(dtypes)
         self._mode.known = {storage_key(record.tensor): record for record in self.records.values()}
+        cut = (record for record in self.records.values() if is_distributed(record.tensor))
+        self._objects = {record: object_key(record.tensor) for record in cut}
 
     def _find_tensors(self, dtypes: Mapping[str, torch.dtype]) -> tuple[dict[int, TensorRecord], dict[int, nn.Module]]:
         """The record of each tensor and the module whose reset fills it, both by the id of the tensor."""
@@ -89,7 +81,8 @@ class _Walk:
         return records, filled_by
 
     def _label(self, module: nn.Module) -> str:
-        return f"{type(module).__name__} {self._names[module]!r}" if self._names[module] else type(module).__name__
+        name = written_class(module).__name__
+        return f"{name} {self._names[module]!r}" if self._names[module] else name
 
     def run(self) -> None:
         """Run every reset once, children first."""
@@ -111,55 +104,26 @@ class _Walk:
         try:
             with forked(self._device) if self._depth > 1 else nullcontext():
                 seed_all(derive_seed(self._seed, "module", self._names[owner]))
-                stand_ins = [stand_in for holder in self._holders[owner] for stand_in in self._show(owner, holder)]
+                stand_ins = [
+                    stand_in for holder in self._holders[owner]
+                    for stand_in in show(holder, self.records, lambda key: self._filled_by[key] is owner, self._mode)
+                ]  # fmt: skip
                 with self._mode.scope(label, frozenset(stand_in.key for stand_in in stand_ins)):
                     original(*args, **kwargs)
                 with self._mode.paused():
                     for stand_in in stand_ins:
-                        self._take_back(stand_in)
+                        take_back(stand_in, self._mode)
         except Exception as error:
             error.add_note(f"in {label}, which trainer_kit calls to give the model its initial values")
             raise
         finally:
             self._depth -= 1
 
-    def _show(self, owner: nn.Module, holder: nn.Module) -> Iterator[_StandIn]:
-        for attribute, tensor in direct_tensors(holder):
-            record, is_kept = self.records[id(tensor)], self._filled_by[id(tensor)] is owner
-            shown = tensor
-            if not is_kept or tensor.dtype != record.dtype:
-                shown = torch.empty_like(tensor, dtype=record.dtype)
-                if isinstance(tensor, nn.Parameter):
-                    shown = nn.Parameter(shown, requires_grad=tensor.requires_grad)
-                    vars(shown).update(vars(tensor))
-                setattr(holder, attribute, shown)
-                if is_kept:
-                    self._mode.known[storage_key(shown)] = record
-            yield _StandIn(holder, attribute, tensor, shown, record, is_kept, storage_key(shown))
-
-    def _take_back(self, stand_in: _StandIn) -> None:
-        tensor, record = stand_in.tensor, stand_in.record
-        found = getattr(stand_in.holder, stand_in.attribute, None)
-        is_new = found is not stand_in.shown or storage_key(stand_in.shown) != stand_in.key
-        if isinstance(found, torch.Tensor) and stand_in.is_kept:
-            if found.shape != tensor.shape:
-                raise ModelError(
-                    f"{record.name!r} has the shape {tuple(tensor.shape)}, but its reset gives it {tuple(found.shape)}; keep the shape"
-                )
-            if found is not tensor:
-                tensor.copy_(found)
-            if is_new:  # assigned instead of written to: complete by itself
-                record.num_written = tensor.numel()
-        if found is not tensor:
-            setattr(stand_in.holder, stand_in.attribute, tensor)
-        if stand_in.shown is not tensor:
-            self._mode.known.pop(stand_in.key, None)
-        self._mode.known[storage_key(tensor)] = record
-
     def check(self, ready: Collection[str]) -> None:
         """Refuse tensors without a value, and values that a module assigned to the parameter of another."""
         for record in self.records.values():
-            if storage_key(record.tensor) not in self._mode.known:
+            is_other = record in self._objects and object_key(record.tensor) != self._objects[record]
+            if is_other or storage_key(record.tensor) not in self._mode.known:
                 raise ModelError(
                     f"{record.name!r} was assigned (`.data = ...`) by the reset of a module that does not own it, {record.owner}; "
                     "write in place: nn.init functions, copy_, normal_"

@@ -1,6 +1,7 @@
 """Names and effects of tensor operations as a dispatch mode sees them: which are random, which overwrite, what they write to.
 
-Tensors are recognised by their storage, since `.data`, views and `detach` make new tensor objects of the same memory.
+Tensors are recognised by their storage, since `.data`, views and `detach` make new tensor objects of the same memory. Of a DTensor
+that is the storage of its local tensor: each DTensor object has a storage of its own, with nothing in it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from trainer_kit.mesh.layout import is_distributed
+from trainer_kit.torch_private import local_tensor
 
 RANDOM = frozenset({"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "geometric_", "cauchy_", "random_"})
 # After these nothing is left of the old values. Indexed writes (index_put_, masked_fill_) are not among them: they set some elements only.
@@ -38,8 +42,15 @@ class Write:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """The identity of a tensor's memory, also on the meta device and for empty tensors."""
+    if is_distributed(tensor):
+        tensor = local_tensor(tensor)
     if tensor.layout is not torch.strided:
         return id(tensor)  # sparse tensors have no storage of their own
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+def object_key(tensor: torch.Tensor) -> int:
+    """The identity of what a tensor object holds itself: of a DTensor not the local tensor. Changes when `.data = ...` is assigned."""
     return StorageWeakRef(tensor.untyped_storage()).cdata
 
 

@@ -71,12 +71,15 @@ class ModelProvider(ABC):
         """The stage's model. Called under `torch.device("meta")`: tensors have shapes and no values."""
 
     def parallelize_model_stage(self, ctx: StageContext) -> None:
-        """Distribute `ctx.module` over the meshes, in place. One process has nothing to distribute."""
+        """Distribute `ctx.module` over the meshes, in place. One process has nothing to distribute.
+
+        By default as `trainer_kit.parallel.default_plan` does: replicas, or FSDP per repeated block, and the model's own plan for tensor
+        parallelism.
+        """
         if ctx.context.world_size > 1:
-            raise UnsupportedError(
-                f"{type(self).__name__} does not define parallelize_model_stage(ctx), and the run has {ctx.context.world_size} ranks; "
-                "define it, or start one process"
-            )
+            from trainer_kit.parallel import default_plan
+
+            default_plan(ctx)
 
     def load_mapper(self, ctx: StageContext) -> StateMapper:
         """From the layout of a stored model state to the model's own names; by default they are the same."""

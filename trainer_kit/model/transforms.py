@@ -7,7 +7,6 @@ back what an earlier one put in place of a `forward`; the newest build counts.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.parallel.blocks import repeated_blocks
 
 _REPLACED = "trainer_kit_replaced"  # where our forward keeps what it is, and the forward that the instance had before
 
@@ -37,28 +37,6 @@ def _restore_forwards(model: nn.Module, kinds: Sequence[str]) -> None:
                 del module.forward
             else:
                 module.forward = before
-
-
-def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The repeated blocks of a model: members of its outermost lists (ModuleList, ModuleDict, Sequential) whose class occurs twice."""
-    found: list[tuple[str, nn.Module]] = []
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            classes = Counter(type(child) for child in module.children())
-            blocks = [
-                (f"{prefix}{name}", child)
-                for name, child in module.named_children()
-                if classes[type(child)] > 1 and any(True for _ in child.children())
-            ]
-            if blocks:
-                found.extend(blocks)
-                return
-        for name, child in module.named_children():
-            visit(child, f"{prefix}{name}.")
-
-    visit(model, "")
-    return found
 
 
 def checkpoint_activations(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:

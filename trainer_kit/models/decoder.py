@@ -9,6 +9,8 @@ Before editing: names carry global layer numbers (`layers.7.` is the eighth laye
 # ruff: noqa: N803, N806  (shape suffixes are upper case)
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -16,6 +18,9 @@ from trainer_kit.exceptions import ModelError, UnsupportedError
 from trainer_kit.model.provider import StageInfo
 from trainer_kit.models.config import DecoderConfig
 from trainer_kit.models.layers import Attention, FeedForward, Projection, RotaryTable, TokenEmbedding
+
+if TYPE_CHECKING:
+    from trainer_kit.parallel.tensor import Style
 
 
 class DecoderBlock(nn.Module):
@@ -74,3 +79,24 @@ class Decoder(nn.Module):
         for layer in self.layers.values():
             x_BTD = layer(x_BTD, self.rotary)
         return self.head(self.norm(x_BTD)) if self._stage.is_last else x_BTD
+
+    def tensor_plan(self, num_ranks: int) -> dict[str, Style]:
+        """The plan of `parallelize_tensor` over this many ranks, with sequence parallelism: T is a multiple of the ranks.
+
+        Each rank has some of the attention heads, some columns of the feed-forward, and a part of the vocabulary.
+        """
+        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+            if (size := getattr(self.config, name)) % num_ranks:
+                raise UnsupportedError(f"DecoderConfig({name}={size}) is cut over tp={num_ranks} ranks, which must divide it")
+        first: dict[str, Style] = {"embedding": "vocabulary", "dropout": "sequence"}
+        block: dict[str, Style] = {
+            "layers.*_norm": "sequence",
+            "layers.*.dropout": "sequence",
+            "layers.*.attention.[qkv]_proj": "column",
+            "layers.*.attention.o_proj": "row",
+            "layers.*.feed_forward.gate_proj": "column",
+            "layers.*.feed_forward.up_proj": "column",
+            "layers.*.feed_forward.down_proj": "row",
+        }
+        last: dict[str, Style] = {"norm": "sequence", "head": "vocabulary"}
+        return (first if self._stage.is_first else {}) | block | (last if self._stage.is_last else {})

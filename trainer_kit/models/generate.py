@@ -7,6 +7,7 @@ import torch
 
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.models.decoder import Decoder
+from trainer_kit.torch_private import whole_tensor
 
 
 @torch.no_grad()
@@ -32,7 +33,7 @@ def generate(
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            logits_BV = model(tokens[:, -model.config.max_seq_len :])[:, -1].float()
+            logits_BV = whole_tensor(model(tokens[:, -model.config.max_seq_len :])[:, -1]).float()
             tokens = torch.cat((tokens, _sample(logits_BV, temperature, top_k, generator)), dim=1)
     finally:
         for module, mode in was_training.items():

@@ -67,7 +67,8 @@ class RotaryTable(nn.Module):
         """Turn each head by its position; the sequence starts at position 0."""
         seq_len = x_BTHE.shape[1]
         cos, sin = self.cos_TE[:seq_len, None, :], self.sin_TE[:seq_len, None, :]
-        first, second = x_BTHE.float().chunk(2, dim=-1)
+        wide = torch.promote_types(x_BTHE.dtype, cos.dtype)
+        first, second = x_BTHE.to(wide).chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHE.dtype)
 
 

@@ -12,10 +12,18 @@ from trainer_kit.optim.muon import Muon
 from trainer_kit.optim.provider import OptimizerProvider, as_optimizer_provider, build_optimizer
 from trainer_kit.optim.schedule import Piecewise, Segment
 from trainer_kit.optim.scheduler import LRSchedulerProvider, as_lr_scheduler_provider
-from trainer_kit.optim.state import check_optimizer_state, load_optimizer_state, optimizer_tensors, optimizer_values
+from trainer_kit.optim.state import (
+    check_optimizer_state,
+    load_optimizer_state,
+    merge_optimizer_values,
+    optimizer_templates,
+    optimizer_tensors,
+    optimizer_values,
+)
 from trainer_kit.optim.stochastic import StochasticAdamW
 from trainer_kit.optim.stochastic_optimizer import StochasticRoundingAdamW
 from trainer_kit.optim.torch_optimizers import SGD, Adam, AdamW
+from trainer_kit.optim.update import Update, build_update
 
 __all__ = [
     "SGD",
@@ -31,14 +39,18 @@ __all__ = [
     "Segment",
     "StochasticAdamW",
     "StochasticRoundingAdamW",
+    "Update",
     "as_lr_scheduler_provider",
     "as_optimizer_provider",
     "build_optimizer",
+    "build_update",
     "check_optimizer_state",
     "group_values",
     "load_group_values",
     "load_optimizer_state",
     "materialize_state",
+    "merge_optimizer_values",
+    "optimizer_templates",
     "optimizer_tensors",
     "optimizer_values",
     "parse_optimizer",

@@ -26,10 +26,14 @@ _FRESH: dict[str, float | bool] = {"mu_product": 1.0, "mu": 1.0, "eta": True, "s
 def materialize_state(optimizer: torch.optim.Optimizer) -> None:
     """Create the state of every parameter that has none. Parameters, gradients, groups and existing state stay as they are, bit by bit.
 
+    Parameters on the meta device stand for those of another rank, which creates their state.
     Raises UnsupportedError for an optimizer whose step needs a closure.
     """
     missing = [
-        (group, parameter) for group in optimizer.param_groups for parameter in group["params"] if not optimizer.state.get(parameter)
+        (group, parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not optimizer.state.get(parameter) and not parameter.is_meta
     ]
     if not missing:
         return
@@ -61,16 +65,17 @@ def _portions(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _step_on(optimizer: torch.optim.Optimizer, step: Any, portion: list[torch.Tensor]) -> None:
-    """One step in which only these parameters have a gradient, of zeros."""
-    copies = [parameter.clone() for parameter in portion]
+    """One step in which only these parameters have a gradient, of zeros, and copies of their values: whatever it does is forgotten."""
+    values = [parameter.data for parameter in portion]
     for parameter in portion:
+        parameter.data = parameter.data.clone()
         parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
     try:
         step(optimizer)
     finally:
-        for parameter, copy in zip(portion, copies, strict=True):
+        for parameter, value in zip(portion, values, strict=True):
             parameter.grad = None
-            parameter.copy_(copy)
+            parameter.data = value
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Which matrices are embeddings and heads is told by name: no shape says it. Check
 
 from __future__ import annotations
 
+from collections.abc import Set
 from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
 
@@ -59,6 +60,9 @@ class Muon(GroupedSettings):
         for group in rest.param_groups:
             group["name"] = f"rest/{group['name']}"
         return CombinedOptimizer([muon, rest])
+
+    def whole_parameters(self, parameters: NamedParameters) -> Set[str]:
+        return {name for name, _ in self._split(parameters)[0]}
 
     def _split(self, parameters: NamedParameters) -> tuple[NamedParameters, NamedParameters]:
         names = [name for name, _ in parameters]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +24,10 @@ class OptimizerProvider(ABC):
     """Makes the optimizer from the named, trainable, deduplicated parameters in model order.
 
     elementwise: whether the update of an element depends on that element alone, so that it may run on a shard of a parameter.
+
+    On a mesh the parameters are the local parts of this rank, except the sharded ones that `whole_parameters` asks for: those are
+    whole, on one rank each, and on the other ranks they have no data and never a gradient. So what an update of one parameter reads
+    of another one (a norm over all of them) would differ from rank to rank.
     """
 
     elementwise: ClassVar[bool] = False
@@ -31,6 +35,13 @@ class OptimizerProvider(ABC):
     @abstractmethod
     def build(self, parameters: NamedParameters) -> torch.optim.Optimizer:
         """Called once per build of the trainer."""
+
+    def whole_parameters(self, parameters: NamedParameters) -> Set[str]:
+        """The names of those whose update needs the whole parameter, where it is sharded; by default all, or none if elementwise.
+
+        Number of dims, dtype and device of the parameters are right; their sizes are those of this rank.
+        """
+        return set() if self.elementwise else {name for name, _ in parameters}
 
     def hparams(self) -> dict[str, Any]:
         """Plain values for the loggers."""

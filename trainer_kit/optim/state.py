@@ -2,43 +2,110 @@
 
 Not `Optimizer.state_dict`: it numbers the parameters, and its loading casts moments to the dtype of the parameter.
 A key is `<parameter name>/<state key>`. A loaded tensor keeps its saved dtype and bits, whatever the fresh state had.
+The optimizer holds local tensors; outside, a state tensor has the layout of its parameter, and its whole shape, around the same memory.
+What a parameter on the meta device stands for is updated on another rank, which has its state. All functions take, for each parameter
+that the optimizer holds, its name, or on a mesh its row (`Update.parameters`).
 Creating the state before a load is in `materialize.py`; the hyperparameters of the groups are in `group_values.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trainer_kit.exceptions import CheckpointError, UnsupportedError
 from trainer_kit.optim.combined import CombinedOptimizer
+from trainer_kit.parameters import ParameterRow
 
-Names = Mapping[torch.nn.Parameter, str]
+Names = Mapping[torch.nn.Parameter, str] | Mapping[torch.nn.Parameter, ParameterRow]
 PLAIN = (bool, int, float, str, type(None))
 
 
-def named_parameters(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The optimizer's parameters with their names, in its order."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield names[parameter], parameter
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One value in the state of a parameter. `row`: None where the parameter is known to be whole."""
+
+    parameter: torch.nn.Parameter
+    row: ParameterRow | None
+    state_key: str
+    value: Any
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is a part of a tensor that is cut as its parameter is."""
+        return self.row is not None and not self.row.layout.is_whole and self.value.shape == self.parameter.shape
+
+    def outside(self, local: torch.Tensor) -> torch.Tensor:
+        """`local` in the layout that this state has outside."""
+        return self.row.laid_out(local) if self.row is not None and self.is_cut else local
+
+    def inside(self, saved: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor from outside, in the layout of the parameter or whole, that belongs here."""
+        return self.row.part_of(saved) if self.row is not None and self.is_cut else saved
+
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self.row.layout.shape if self.row is not None and self.is_cut else tuple(self.value.shape)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, torch.Tensor]:
-    """The live tensors of the state, by `<parameter name>/<state key>`."""
-    return {key: value for key, value in _entries(optimizer, names) if isinstance(value, torch.Tensor)}
+    """The live tensors of the state, by `<parameter name>/<state key>`; those that are cut over ranks as DTensors around their memory."""
+    entries = _entries(optimizer, names)
+    return {key: entry.outside(entry.value) for key, entry in entries if isinstance(entry.value, torch.Tensor)}
+
+
+def optimizer_templates(optimizer: torch.optim.Optimizer, names: Names, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """Tensors to load saved state into, for `load_optimizer_state`: the live ones, or new ones where the saved dtype is another.
+
+    dtypes: of the saved tensors, by key; those whose state is not here are left out.
+    """
+    templates = {}
+    for key, entry in _entries(optimizer, names):
+        if isinstance(entry.value, torch.Tensor) and key in dtypes:
+            fits = entry.value.dtype == dtypes[key]
+            templates[key] = entry.outside(entry.value if fits else torch.empty_like(entry.value, dtype=dtypes[key]))
+    return templates
 
 
 def optimizer_values(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
     """The rest, in plain values: `optimizer`, the class names of its parts, in order; `state` by key as for the tensors; and `stateless`,
     the parameters without any state yet."""
+    held = _held(optimizer, names)
     return {
         "optimizer": _kinds(optimizer),
-        "state": {key: value for key, value in _entries(optimizer, names) if not isinstance(value, torch.Tensor)},
-        "stateless": [name for name, parameter in named_parameters(optimizer, names) if not optimizer.state.get(parameter)],
+        "state": {key: entry.value for key, entry in _entries(optimizer, names) if not isinstance(entry.value, torch.Tensor)},
+        "stateless": [name for name, parameter, _ in held if not parameter.is_meta and not optimizer.state.get(parameter)],
     }
+
+
+def merge_optimizer_values(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The values of the whole run from those of all ranks, of which each knows the parameters whose state it has.
+
+    Raises CheckpointError if two ranks differ about the same state.
+    """
+    merged: dict[str, Any] = {"optimizer": of_ranks[0]["optimizer"], "state": {}, "stateless": []}
+    known: dict[str, tuple[int, str]] = {}
+    for rank, values in enumerate(of_ranks):
+        _check_kinds(values["optimizer"], merged["optimizer"])
+        found = {**values["state"], **dict.fromkeys(values["stateless"], "no state")}
+        for key, value in found.items():
+            first, text = known.setdefault(key, (rank, repr(value)))
+            if text != repr(value):
+                raise CheckpointError(f"optimizer state {key!r} is {text} on rank {first} and {value!r} on rank {rank}; it cannot be saved")
+        merged["state"] |= values["state"]
+        merged["stateless"] += [name for name in values["stateless"] if name not in merged["stateless"]]
+    return merged
+
+
+def _held(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[str, torch.nn.Parameter, ParameterRow | None]]:
+    """The optimizer's parameters with their names and, if given, rows; in its order."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            known = names[parameter]
+            yield (known, parameter, None) if isinstance(known, str) else (known.name, parameter, known)
 
 
 def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -46,15 +113,30 @@ def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
     return [type(part).__name__ for part in parts]
 
 
-def _entries(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[str, Any]]:
-    for name, parameter in named_parameters(optimizer, names):
+def _entries(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[str, _Entry]]:
+    """The state that is here, by key."""
+    for name, parameter, row in _held(optimizer, names):
+        if parameter.is_meta:
+            continue
         for key, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, (torch.Tensor, *PLAIN)):
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} as {key!r} of {name!r}; only tensors and plain values "
                     "can be saved and shared among ranks. Use another optimizer="
                 )
-            yield f"{name}/{key}", value
+            entry = _Entry(parameter, row, key, value)
+            if isinstance(value, torch.Tensor):
+                _check_kind(entry, name, type(optimizer).__name__)
+            yield f"{name}/{key}", entry
+
+
+def _check_kind(entry: _Entry, name: str, kind: str) -> None:
+    if entry.row is not None and not entry.row.layout.is_whole and entry.value.numel() != 1 and not entry.is_cut:
+        raise UnsupportedError(
+            f"{kind} keeps a tensor of shape {tuple(entry.value.shape)} as {entry.state_key!r} of {name!r}, of which this rank holds a "
+            f"part of shape {tuple(entry.parameter.shape)}: that is neither one number nor cut as the parameter is. Set "
+            "elementwise = False in the provider of this optimizer, so that it gets whole parameters"
+        )
 
 
 def load_optimizer_state(
@@ -68,29 +150,30 @@ def load_optimizer_state(
     values = values or {}
     check_optimizer_state(optimizer, names, {key: tuple(tensor.shape) for key, tensor in tensors.items()}, values)
     saved = {**tensors, **values.get("state", {})}
-    parameters = dict(named_parameters(optimizer, names))
+    parameters = {name: parameter for name, parameter, _ in _held(optimizer, names)}
     for name in values.get("stateless", ()):
         optimizer.state.pop(parameters[name], None)
     changed: dict[str, int] = {}
-    for key, fresh in dict(_entries(optimizer, names)).items():
-        name, state_key = key.rsplit("/", 1)
-        value = saved[key]
+    for key, entry in dict(_entries(optimizer, names)).items():
+        value, fresh = saved[key], entry.value
         if isinstance(fresh, torch.Tensor) and fresh.dtype != value.dtype:
-            remark = f"optimizer state {state_key!r} is {value.dtype} in the checkpoint and {fresh.dtype} by the settings: kept as saved"
+            remark = (
+                f"optimizer state {entry.state_key!r} is {value.dtype} in the checkpoint and {fresh.dtype} by the settings: kept as saved"
+            )
             changed[remark] = changed.get(remark, 0) + 1
-        optimizer.state[parameters[name]][state_key] = _placed(fresh, value)
+        optimizer.state[entry.parameter][entry.state_key] = _placed(entry, value)
     return [f"{remark} ({count} parameters)" for remark, count in changed.items()]
 
 
 @torch.no_grad()
-def _placed(fresh: Any, value: Any) -> Any:
+def _placed(entry: _Entry, value: Any) -> Any:
     """The saved value at the place of the fresh one: same object if the dtype fits, else a new tensor on the same device."""
+    fresh = entry.value
     if not isinstance(fresh, torch.Tensor):
         return value
-    if fresh is value:
-        return fresh
+    value = entry.inside(value)
     if fresh.dtype == value.dtype:
-        return fresh.copy_(value)
+        return fresh if fresh.data_ptr() == value.data_ptr() and fresh.stride() == value.stride() else fresh.copy_(value)
     return torch.empty_like(fresh, dtype=value.dtype).copy_(value)
 
 
@@ -104,18 +187,21 @@ def check_optimizer_state(
     """
     values = values or {}
     _check_kinds(values.get("optimizer"), _kinds(optimizer))
+    held = {name: parameter for name, parameter, _ in _held(optimizer, names)}
+    elsewhere = {name for name, parameter in held.items() if parameter.is_meta}
     stateless = set(values.get("stateless", ()))
-    foreign = stateless - {name for name, _ in named_parameters(optimizer, names)}
-    live = {key: value for key, value in _entries(optimizer, names) if key.rsplit("/", 1)[0] not in stateless}
+    live = {key: entry for key, entry in _entries(optimizer, names) if key.rsplit("/", 1)[0] not in stateless}
     plain = values.get("state", {})
-    _check_keys(type(optimizer).__name__, live, [*shapes, *(key for key in plain if key not in shapes)], sorted(foreign))
-    for key, fresh in live.items():
+    saved = [key for key in dict.fromkeys((*shapes, *plain)) if key.rsplit("/", 1)[0] not in elsewhere]
+    _check_keys(type(optimizer).__name__, live, saved, sorted(stateless - held.keys()))
+    for key, entry in live.items():
+        fresh = entry.value
         if isinstance(fresh, torch.Tensor) != (key not in plain):
             found = type(plain[key]).__name__ if key in plain else "Tensor"
             raise CheckpointError(f"optimizer state {key!r} is a {found} in the checkpoint, expected a {type(fresh).__name__}")
-        if isinstance(fresh, torch.Tensor) and tuple(fresh.shape) != tuple(shapes[key]):
+        if isinstance(fresh, torch.Tensor) and entry.shape() != tuple(shapes[key]):
             raise CheckpointError(
-                f"optimizer state {key!r} has shape {tuple(shapes[key])} in the checkpoint, expected {tuple(fresh.shape)}; "
+                f"optimizer state {key!r} has shape {tuple(shapes[key])} in the checkpoint, expected {entry.shape()}; "
                 "was the model changed?"
             )
 

@@ -20,7 +20,7 @@ class StochasticAdamW(GroupedSettings):
 
     state_dtype: of the moments; "bf16" halves their memory (rounded stochastically too). float64 parameters keep float64 moments
         unless it is "bf16".
-    seed: of the rounding noise, which depends on (seed, parameter name, step) alone.
+    seed: of the rounding noise, which depends on (seed, parameter name, step, place in the whole parameter) alone: on no mesh.
     """
 
     elementwise: ClassVar[bool] = True

@@ -8,14 +8,15 @@ Formula: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101; operations in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer_kit.optim.rounding import draw_noise, mix, noise_key, round_stochastically
+from trainer_kit.mesh.layout import Layout, layout_of
+from trainer_kit.optim.rounding import NoisePart, draw_noise, mix, noise_key, round_stochastically
 
 PORTION_ELEMENTS = {"cpu": 2**18}  # stays in the cache; other devices want few large kernels
 DEFAULT_PORTION_ELEMENTS = 2**24
@@ -23,7 +24,7 @@ DEFAULT_PORTION_ELEMENTS = 2**24
 
 @dataclass(slots=True)
 class _Item:
-    """One parameter in one step, or a slice of a large one; `name` keys its noise, `step` counts from 1."""
+    """One parameter in one step, or a slice of a large one; `name` and `part` key its noise, `step` counts from 1."""
 
     parameter: Tensor
     gradient: Tensor
@@ -31,6 +32,7 @@ class _Item:
     exp_avg_sq: Tensor
     step: int
     name: str
+    part: NoisePart
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -40,12 +42,13 @@ class _Item:
     def slices(self, num_elements: int) -> Iterator[_Item]:
         """Itself, or slices of at most this many elements if it is larger and its tensors are contiguous."""
         tensors = (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)
-        if self.parameter.numel() <= num_elements or not all(tensor.is_contiguous() for tensor in tensors):
+        if self.part.numel <= num_elements or not all(tensor.is_contiguous() for tensor in tensors):
             yield self
             return
-        parts = zip(*(tensor.view(-1).split(num_elements) for tensor in tensors), strict=True)
-        for index, (parameter, gradient, exp_avg, exp_avg_sq) in enumerate(parts):
-            yield _Item(parameter, gradient, exp_avg, exp_avg_sq, self.step, f"{self.name}/{index}")
+        parts = list(self.part.split(num_elements))
+        cuts = zip(*(tensor.view(-1).split([part.numel for part in parts]) for tensor in tensors), strict=True)
+        for part, (parameter, gradient, exp_avg, exp_avg_sq) in zip(parts, cuts, strict=True):
+            yield _Item(parameter, gradient, exp_avg, exp_avg_sq, self.step, self.name, part)
 
 
 class StochasticRoundingAdamW(torch.optim.Optimizer):
@@ -71,10 +74,16 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._state_dtype = state_dtype
         self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._layouts: dict[Tensor, Layout] = {}
+        self._parts: dict[Tensor, NoisePart] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_state_dtype": self._state_dtype, "_seed": self._seed, "_generators": {}}
+        kept = {key: getattr(self, key) for key in ("_state_dtype", "_seed", "_layouts")}
+        return {**super().__getstate__(), **kept, "_parts": {}}
+
+    def set_layouts(self, layouts: Mapping[Tensor, Layout]) -> None:
+        """Tell which part of a whole each parameter is, so that an element is rounded with the same noise on any mesh."""
+        self._layouts, self._parts = dict(layouts), {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -100,7 +109,10 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
             state["step"] += 1
-            item = _Item(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"], name)
+            part = self._parts.get(parameter)
+            if part is None:
+                part = self._parts[parameter] = NoisePart(self._layouts.get(parameter) or layout_of(parameter))
+            item = _Item(parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"], name, part)
             yield from item.slices(_portion_elements(parameter.device))
 
     def _update(self, group: dict[str, Any], items: list[_Item]) -> None:
@@ -111,28 +123,21 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
             work[key] = _as_dtype([getattr(item, key) for item in items], dtype)
         _adamw(work["parameter"], work["gradient"], work["exp_avg"], work["exp_avg_sq"], items[0].step, group)
         for key in ("parameter", "exp_avg", "exp_avg_sq"):
-            self._write_back(work[key], [getattr(item, key) for item in items], [f"{item.name}/{key}" for item in items], items[0].step)
+            self._write_back(work[key], key, items)
 
-    def _write_back(self, work: list[Tensor], targets: list[Tensor], names: list[str], step: int) -> None:
+    def _write_back(self, work: list[Tensor], key: str, items: list[_Item]) -> None:
         """Bring results computed in copies into their tensors: rounded, for bfloat16, with noise from each tensor's own stream."""
+        targets = [getattr(item, key) for item in items]
         if work[0] is targets[0]:
             return
         if targets[0].dtype != torch.bfloat16:
             torch._foreach_copy_(targets, work)
             return
-        generator = self._generator(targets[0].device)
-        noises = []
-        for name, target in zip(names, targets, strict=True):
-            generator.manual_seed(mix(noise_key(self._seed, name), step))
-            noises.append(draw_noise(target.numel(), generator))
+        keys = [mix(noise_key(self._seed, f"{item.name}/{key}"), item.step) for item in items]
+        noise = draw_noise([item.part for item in items], keys, targets[0].device)
         flat = torch.cat([tensor.reshape(-1) for tensor in work]).float()
-        rounded = round_stochastically(flat, torch.cat(noises)).split([target.numel() for target in targets])
+        rounded = round_stochastically(flat, noise).split([target.numel() for target in targets])
         torch._foreach_copy_(targets, [part.view(target.shape) for part, target in zip(rounded, targets, strict=True)])
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if device not in self._generators:
-            self._generators[device] = torch.Generator(device)
-        return self._generators[device]
 
 
 def _compute_dtype(parameter: Tensor) -> torch.dtype:

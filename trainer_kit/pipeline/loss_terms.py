@@ -7,7 +7,7 @@ of its own starts from `weight * total_main / total_k`, so that one division mak
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ def pack_weights(inputs: Sequence[ForwardInputs]) -> SharedWeights | TermWeights
             "declare it the same way in all"
         )
     if "mapping" in kinds:
+        if not all(weights):
+            raise ConfigurationError("ForwardInputs.weight is an empty mapping, expected a weight for each loss term")
         return TermWeights([{name: checked_weight(w, name) for name, w in weight.items()} for weight in weights])  # type: ignore[union-attr]
     return SharedWeights([None if weight is None else checked_weight(weight, MAIN) for weight in weights])  # type: ignore[arg-type]
 
@@ -61,6 +63,16 @@ class SharedWeights:
         self._declared = weights
         self.total: Weight = sum(weight for weight in weights if weight is not None)
         self.assumed = False
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches the pack has."""
+        return len(self._declared)
+
+    @property
+    def is_declared(self) -> bool:
+        """Whether the weights are known before the forwards."""
+        return all(weight is not None for weight in self._declared)
 
     def nothing_counts(self, index: int) -> bool:
         """Whether the host knows before the forward that a microbatch has no weight."""
@@ -99,25 +111,25 @@ class SharedWeights:
 
 
 class TermWeights:
-    """Each term has weights of its own, all declared before the first forward."""
+    """Each term has weights of its own, all declared before the first forward.
+
+    totals: by term, the main one first. complete: called before the totals are needed, to make them those of all ranks.
+    """
 
     assumed = False
 
     def __init__(self, weights: Sequence[Mapping[str, Weight]]) -> None:
         self._declared = weights
-        self._totals: dict[str, Weight] = {}
+        self.complete: Callable[[], None] | None = None
+        self.totals: dict[str, Weight] = {}
         for weight in weights:
             for name, value in weight.items():
-                self._totals[name] = self._totals.get(name, 0) + value
+                self.totals[name] = self.totals.get(name, 0) + value
 
     @property
     def total(self) -> Weight:
-        """The total weight of the main term, which is the first one; 1 where it has none but another term counts."""
-        main, *others = self._totals.values()
-        counts = any(isinstance(value, torch.Tensor) or value for value in others)
-        if isinstance(main, torch.Tensor):
-            return torch.where(main == 0, 1, main) if counts else main
-        return main if main or not counts else 1.0
+        """The total weight of the main term, see `main_total`."""
+        return main_total(self.totals.values())
 
     def nothing_counts(self, index: int) -> bool:
         """Whether the host knows before the forward that no term of a microbatch has a weight."""
@@ -125,6 +137,8 @@ class TermWeights:
 
     def terms(self, index: int, returned: Any, added: Sequence[AddedLoss]) -> list[Term]:
         """The terms of one microbatch from what `compute_loss` returned and the forward added."""
+        if self.complete is not None:
+            self.complete()
         declared = self._declared[index]
         if not isinstance(returned, Mapping):
             raise ConfigurationError(
@@ -134,21 +148,31 @@ class TermWeights:
             raise ConfigurationError(
                 f"compute_loss returned the terms {missing} without a weight in ForwardInputs.weight, which declares {list(declared)}"
             )
-        main = next(iter(self._totals))
+        main = next(iter(self.totals))
         terms = [Term(n, _without_weight(n, value), declared[n], self._start(n, declared[n])) for n, value in returned.items()]
         for extra in added:
             name = extra.name if extra.name in declared else main
-            start = self._start(name, declared[name]) * extra.coefficient
-            terms.append(Term(extra.name, extra.value, declared[name], start, extra.coefficient))
+            weight = declared.get(name, 0)
+            start = self._start(name, weight) * extra.coefficient
+            terms.append(Term(extra.name, extra.value, weight, start, extra.coefficient))
         return terms
 
     def _start(self, name: str, weight: Weight) -> Weight:
-        if name == next(iter(self._totals)):
+        if name == next(iter(self.totals)):
             return weight
-        mine = self._totals[name]
+        mine = self.totals[name]
         if isinstance(mine, torch.Tensor):
             return weight * self.total / torch.where(mine == 0, 1, mine)
         return weight * self.total / mine if mine else 0.0
+
+
+def main_total(totals: Iterable[Weight]) -> Weight:
+    """The total weight of the main term, which is the first one; 1 where it has none but another term counts."""
+    main, *others = totals
+    counts = any(isinstance(value, torch.Tensor) or value for value in others)
+    if isinstance(main, torch.Tensor):
+        return torch.where(main == 0, 1, main) if counts else main
+    return main if main or not counts else 1.0
 
 
 def _without_weight(name: str, value: Any) -> torch.Tensor:

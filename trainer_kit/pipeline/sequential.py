@@ -1,6 +1,8 @@
 """`SequentialRunner`: the microbatches of a pack, one after the other: forward, loss, backward.
 
 It is the runner of one stage per mesh. Forward and backward alternate, so that one microbatch's activations are alive at a time.
+On a mesh, ranks whose forwards contain collectives (`lockstep`) all run the same number of passes; what a rank lacks, it fills up with
+passes that have no effect.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer_kit.data import Pack, batch_size
 from trainer_kit.exceptions import ConfigurationError
@@ -18,8 +21,11 @@ from trainer_kit.mesh.context import DistributedContext
 from trainer_kit.metrics import Metric
 from trainer_kit.pipeline.loss_sums import LossSums
 from trainer_kit.pipeline.loss_terms import SharedWeights, Term, TermWeights, check_loss, pack_weights
+from trainer_kit.pipeline.rank_weights import OwnWeights, RankWeights
+from trainer_kit.pipeline.zero_pass import check_roots, ends_of, not_reached, without_trace, zeros_for
+from trainer_kit.random_state import forked
 from trainer_kit.task import ForwardInputs, Task, Weight
-from trainer_kit.torch_private import read_cpu_scalar, run_backward
+from trainer_kit.torch_private import read_cpu_scalar, run_backward, whole_tensor
 
 
 def forward_inputs(task: Task, microbatch: Any) -> ForwardInputs:
@@ -32,10 +38,17 @@ def forward_inputs(task: Task, microbatch: Any) -> ForwardInputs:
     return given
 
 
+def _ignore(is_last: bool) -> None:
+    """There is no synchroniser to tell."""
+
+
 class SequentialRunner:
     """Runs packs through one stage.
 
     model: called with (inputs, shared). autocast: makes the context in which forwards and losses run; None: as they are.
+    lockstep: forwards contain collectives, so all ranks run the same number of passes. begin_microbatch: called before each forward of
+    training with whether it is this rank's last one of the pack; once with True if there is none. Only on several ranks.
+    modules: what `model` calls, whose buffers a pass without effect leaves as they were.
     """
 
     def __init__(
@@ -44,8 +57,17 @@ class SequentialRunner:
         context: DistributedContext,
         *,
         autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+        lockstep: bool = False,
+        begin_microbatch: Callable[[bool], None] | None = None,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
-        self._model, self._context, self._autocast = model, context, autocast
+        self._model, self._context, self._autocast, self._modules = model, context, autocast, modules
+        self._several = context.world_size > 1
+        self._fills_up = lockstep and self._several and context.num_data_ranks > 1  # peers of one data rank run the same anyway
+        self.begin_microbatch = begin_microbatch
+        has_loss_peers = self._several and context.world_size > context.num_tensor_ranks
+        self._totals = RankWeights(context) if has_loss_peers else OwnWeights()
+        self._ends: list[torch.Tensor] = []  # of the graph of the running microbatch, in lockstep
         self._starts: dict[tuple[float, torch.dtype, int], torch.Tensor] = {}
         self._warned: set[str] = set()
 
@@ -62,6 +84,8 @@ class SequentialRunner:
 
         losses: where the losses are added, if they are wanted. on_microbatch: called with (index, loss or None) after each backward.
         """
+        if self._several:
+            return self._run_on_ranks(pack, task, metrics, losses, on_microbatch)
         inputs = [forward_inputs(task, microbatch) for microbatch in pack.microbatches]
         weights = pack_weights(inputs)
         for index, given in enumerate(inputs):
@@ -74,24 +98,107 @@ class SequentialRunner:
             if on_microbatch is not None:
                 on_microbatch(index, terms[0].loss.detach() if terms else None)
         if weights.assumed and len(inputs) > 1:
-            self._warn_of_sizes(pack.microbatches)
+            sizes = [batch_size(microbatch) for microbatch in pack.microbatches]
+            if len(set(sizes)) > 1:
+                self._warn_of_sizes(sizes)
         return weights.total
+
+    def _run_on_ranks(
+        self,
+        pack: Pack,
+        task: Task,
+        metrics: dict[str, Metric],
+        losses: LossSums | None,
+        on_microbatch: Callable[[int, torch.Tensor | None], None] | None,
+    ) -> Weight:
+        """`run_pack` on one of several ranks: the microbatches that count, then the passes that other ranks wait for."""
+        inputs = [forward_inputs(task, microbatch) for microbatch in pack.microbatches]
+        weights = pack_weights(inputs)
+        self._totals.begin(weights)
+        counting = [index for index in range(len(inputs)) if not weights.nothing_counts(index)]
+        num_fillers = self._num_fillers(pack, len(counting))
+        begin, left = self.begin_microbatch or _ignore, len(counting) + num_fillers
+        backward = self._backward_in_lockstep if self._fills_up else self._backward
+        if not left:
+            begin(True)
+        for index, given in enumerate(inputs):
+            terms: list[Term] = []
+            if index in counting:
+                left -= 1
+                begin(left == 0)
+                terms = self._forward(task, given, weights, index, metrics, training=True)
+                backward(terms)
+                if losses is not None:
+                    losses.add(terms)
+            if on_microbatch is not None:
+                on_microbatch(index, terms[0].loss.detach() if terms else None)
+        if num_fillers:
+            filler = inputs[counting[-1]] if counting else self._filler(pack, task)
+            for left in reversed(range(num_fillers)):
+                begin(left == 0)
+                self._run_without_effect(filler, training=True)
+        sizes = [batch_size(microbatch) for microbatch in pack.microbatches] if weights.assumed else []
+        total = self._totals.finish([size for size in sizes if size is not None])
+        if self._totals.sizes_differ:
+            self._warn_of_sizes(sizes)
+        return total
+
+    def _num_fillers(self, pack: Pack, num_run: int) -> int:
+        """How many passes without effect this rank adds to those it runs anyway."""
+        if not self._fills_up:
+            return 0
+        return max(pack.num_on_all or 0, len(pack.microbatches)) - num_run
+
+    def _filler(self, pack: Pack, task: Task) -> ForwardInputs:
+        """What a pass without effect runs where nothing counts: the last microbatch of this rank, or the one that the data gave."""
+        microbatch = pack.microbatches[-1] if pack.microbatches else pack.filler
+        if microbatch is None:
+            raise ConfigurationError(
+                "this data rank has no microbatch in a step in which others have, and Pack.filler is None; "
+                "set it to any microbatch, which is run without effect"
+            )
+        with forked(self._context.device):
+            return forward_inputs(task, microbatch)
+
+    def _run_without_effect(self, given: ForwardInputs, *, training: bool) -> None:
+        with without_trace(self._context.device, self._modules):
+            self._context.collect_losses()
+            with nullcontext() if self._autocast is None else self._autocast():
+                outputs = self._model(given.inputs, given.shared)
+            ends = ends_of(outputs, self._context.take_losses())
+            if training:
+                self._totals.before_backward()
+                check_roots(ends, outputs)
+                run_backward(tuple(ends), tuple(zeros_for(ends)))
 
     def evaluate_pack(self, pack: Pack, task: Task, metrics: dict[str, Metric], losses: LossSums) -> None:
         """Forward, loss and metrics of every microbatch, without a graph; the terms are added to `losses`."""
+        num_run = 0
         for microbatch in pack.microbatches:
             given = forward_inputs(task, microbatch)
             weights = pack_weights([given])
             if not weights.nothing_counts(0):
                 losses.add(self._forward(task, given, weights, 0, metrics, training=False))
+                num_run += 1
+        if self._fills_up:
+            self._fill_up_forwards(pack, task, num_run)
 
     def predict_pack(self, pack: Pack, task: Task) -> Iterator[Any]:
-        """What `task.process_outputs` makes of each microbatch, in order."""
+        """What `task.process_outputs` makes of each microbatch of this rank, in order. In lockstep, go through all of them before any
+        other collective."""
         for microbatch in pack.microbatches:
             given = forward_inputs(task, microbatch)
             with nullcontext() if self._autocast is None else self._autocast():
                 outputs = self._model(given.inputs, given.shared)
             yield task.process_outputs(outputs, given.state)
+        if self._fills_up:
+            self._fill_up_forwards(pack, task, len(pack.microbatches))
+
+    def _fill_up_forwards(self, pack: Pack, task: Task, num_run: int) -> None:
+        if num_fillers := self._num_fillers(pack, num_run):
+            filler = self._filler(pack, task)
+            for _ in range(num_fillers):
+                self._run_without_effect(filler, training=False)
 
     def _forward(
         self,
@@ -111,12 +218,17 @@ class SequentialRunner:
             with self._autocast():
                 outputs = self._model(given.inputs, given.shared)
                 returned = task.compute_loss(outputs, given.state)
-        terms = weights.terms(index, returned, self._context.take_losses())
+        added = self._context.take_losses()
+        terms = weights.terms(index, returned, added)
         for term in terms:
+            if self._several:
+                term.loss = whole_tensor(term.loss)  # from logits that tensor parallelism cut over the classes
             check_loss(term, needs_graph=training)
         if metrics:
             with torch.no_grad():
                 task.update_metrics(metrics, outputs, given.state)
+        if self._fills_up and training:
+            self._ends = ends_of(outputs, added)
         return terms
 
     def _backward(self, terms: list[Term]) -> None:
@@ -124,6 +236,15 @@ class SequentialRunner:
         counted = [term for term in terms if isinstance(term.start, torch.Tensor) or term.start]
         if counted:
             run_backward(tuple([term.loss for term in counted]), tuple([self._start(term) for term in counted]))
+
+    def _backward_in_lockstep(self, terms: list[Term]) -> None:
+        """`_backward` that goes back from everything a pass without effect does: else its collectives would wait for these."""
+        ends, self._ends = self._ends, []
+        counted = [term for term in terms if isinstance(term.start, torch.Tensor) or term.start]
+        losses = [term.loss for term in counted]
+        more = not_reached(losses, ends)
+        check_roots(losses + more, None)
+        run_backward((*losses, *more), (*(self._start(term) for term in counted), *zeros_for(more)))
 
     def _start(self, term: Term) -> torch.Tensor:
         """The tensor from which the backward of a term starts; those of host weights are kept."""
@@ -140,14 +261,13 @@ class SequentialRunner:
             kept = self._starts[key] = torch.full_like(loss, float(start), requires_grad=False)
         return kept
 
-    def _warn_of_sizes(self, microbatches: Sequence[Any]) -> None:
-        sizes = [batch_size(microbatch) for microbatch in microbatches]
-        if len(set(sizes)) > 1:
-            self._warn_once(
-                f"the microbatches of a step have {sizes} samples but each counts 1, because the task declares no weight; "
-                "set weight= of ForwardInputs, or return Loss(loss, weight), to make the loss the mean over samples",
-                key="sizes",
-            )
+    def _warn_of_sizes(self, sizes: Sequence[int | None]) -> None:
+        others = " on this rank and others on others" if self._several and len(set(sizes)) == 1 else ""
+        self._warn_once(
+            f"the microbatches of a step have {sizes} samples{others} but each counts 1, because the task declares no weight; "
+            "set weight= of ForwardInputs, or return Loss(loss, weight), to make the loss the mean over samples",
+            key="sizes",
+        )
 
     def _warn_once(self, text: str, *, key: str) -> None:
         if key not in self._warned:

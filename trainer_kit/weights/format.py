@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
@@ -109,3 +110,9 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     if count == 0:
         return memoryview(bytearray())
     return memoryview((ctypes.c_ubyte * count).from_address(tensor.data_ptr())).cast("B")
+
+
+def tensor_crc32(tensor: torch.Tensor, start: int = 0) -> int:
+    """CRC-32 of the elements in row-major order, going on from `start`. A tensor on a device is copied to the host."""
+    host = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(tensor_bytes(host), start)

@@ -1,7 +1,8 @@
 """Loading a stored model state into tensors that already exist, file by file.
 
 The whole load is planned and checked first (`plan.py`). Then each needed tensor is read once, in the order in which it lies on disk:
-straight into the target's memory where bytes and memory agree, otherwise through one staging tensor.
+straight into the target's memory where bytes and memory agree, otherwise through one staging tensor. Of a target that is cut over ranks
+each rank reads its own part; tensors that go through a group of the mapper are read whole, and each rank keeps its part.
 
 Before editing: memory is the staging of one tensor plus the inputs of unfinished groups. Keep no other reference to a tensor.
 """
@@ -9,12 +10,13 @@ Before editing: memory is the staging of one tensor plus the inputs of unfinishe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, Any
 
 import torch
 
 from trainer_kit.exceptions import CheckpointError
+from trainer_kit.mesh.layout import Layout, layout_of, local_of
 from trainer_kit.weights.mapper import StateGroup, StateMapper
 from trainer_kit.weights.plan import LoadPlan, LoadReport, apply_group, plan_load
 from trainer_kit.weights.reader import ModelStateReader
@@ -33,7 +35,7 @@ def load_model_state(
 
     `aliases` maps further names of tied weights to their canonical one, which is the one in `targets`; the files may hold either name,
     or both if they are equal. `allow_missing` and `allow_unexpected` are name patterns (`*`, `?`, `[...]`); what they let pass is
-    returned. Floating point is converted to the target's dtype, nothing else is.
+    returned. Floating point is converted to the target's dtype, nothing else is. A target may be a DTensor: nothing is communicated.
 
     Raises CheckpointError naming everything that does not fit, before any data is read.
     """
@@ -51,7 +53,8 @@ class _Stream:
         self._reader = reader
         self._mapper = mapper
         self._plan = plan
-        self._targets = targets
+        self._layouts = {name: layout_of(target) for name, target in targets.items()}
+        self._locals = {name: local_of(target) for name, target in targets.items()}
         self._filled: dict[str, str] = {}  # target name: the output that filled it
         self._group_of: dict[str, StateGroup] = {name: group for group in plan.mapped for name in group.inputs}
         self._waiting: dict[StateGroup, dict[str, torch.Tensor]] = {}
@@ -77,40 +80,43 @@ class _Stream:
             return
         group = self._group_of[name]
         inputs = self._waiting.setdefault(group, {})
-        inputs[name] = self._read(handle, name)
+        inputs[name] = self._read(handle, name, self._reader.entries[name].shape)
         if len(inputs) == len(group.inputs):
             self._finish(group, self._waiting.pop(group))
 
     def _copy(self, handle: IO[Any], name: str) -> None:
-        outputs = self._plan.copied[name]
-        first = self._plan.canonical[outputs[0]]
-        target = self._targets[first].detach()
-        if first not in self._filled and _takes_bytes(target, self._reader.entries[name].dtype):
-            self._reader.read(handle, name, target)
-            self._filled[first] = outputs[0]
-            tensor, outputs = target, outputs[1:]
-        else:
-            tensor = self._read(handle, name)
-        for output in outputs:
-            self._put(output, tensor)
+        by_part: dict[Layout, list[str]] = {}
+        for output in self._plan.copied[name]:
+            by_part.setdefault(self._layouts[self._plan.canonical[output]], []).append(output)
+        for layout, outputs in by_part.items():
+            first = self._plan.canonical[outputs[0]]
+            target = self._locals[first]
+            if first not in self._filled and _takes_bytes(target, self._reader.entries[name].dtype):
+                self._reader.read(handle, name, target, layout.offsets)
+                self._filled[first] = outputs[0]
+                part, outputs = target, outputs[1:]
+            else:
+                part = self._read(handle, name, layout.sizes, layout.offsets)
+            for output in outputs:
+                self._put(output, part)
 
-    def _read(self, handle: IO[Any], name: str) -> torch.Tensor:
-        entry = self._reader.entries[name]
-        staging = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        self._reader.read(handle, name, staging)
+    def _read(self, handle: IO[Any], name: str, sizes: Sequence[int], offsets: Sequence[int] | None = None) -> torch.Tensor:
+        staging = torch.empty(tuple(sizes), dtype=self._reader.entries[name].dtype, device="cpu")
+        self._reader.read(handle, name, staging, offsets)
         return staging
 
     def _finish(self, group: StateGroup, inputs: dict[str, torch.Tensor]) -> None:
         for output, tensor in apply_group(self._mapper, group, inputs).items():
-            self._put(output, tensor)
+            self._put(output, tensor[self._layouts[self._plan.canonical[output]].box])
 
-    def _put(self, output: str, tensor: torch.Tensor) -> None:
+    def _put(self, output: str, part: torch.Tensor) -> None:
+        """Take over this rank's part of an output."""
         name = self._plan.canonical[output]
-        target = self._targets[name].detach()
+        target = self._locals[name]
         if name not in self._filled:
-            target.copy_(tensor)
+            target.copy_(part)
             self._filled[name] = output
-        elif not _same_bits(target, tensor.to(device=target.device, dtype=target.dtype)):
+        elif not _same_bits(target, part.to(device=target.device, dtype=target.dtype)):
             raise CheckpointError(
                 f"{self._reader.folder.url} holds different values for {self._filled[name]!r} and {output!r}, which are one tied weight of "
                 f"the model ({name!r}); untie the model, or remove one of the two from the files"

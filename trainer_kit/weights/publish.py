@@ -21,7 +21,8 @@ from fnmatch import fnmatchcase
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.storage import Folder, flush, write_all
 from trainer_kit.weights.format import read_header
-from trainer_kit.weights.reader import CHUNK, INDEX, SINGLE, read_index
+from trainer_kit.weights.reader import INDEX, SINGLE, read_index
+from trainer_kit.weights.regions import PIECE_BYTES
 from trainer_kit.weights.shards import index_bytes
 
 MARK = ("producer", "trainer_kit")
@@ -87,8 +88,8 @@ def write_temporary(folder: Folder, name: str, parts: Iterable[bytes | memoryvie
     """Write a file under its temporary name and bring it to the disk."""
     with folder.open(name + TEMPORARY, "wb") as file:
         for part in parts:
-            for start in range(0, len(part), CHUNK):
-                write_all(file, part[start : start + CHUNK])
+            for start in range(0, len(part), PIECE_BYTES):
+                write_all(file, part[start : start + PIECE_BYTES])
         flush(file)
 
 
@@ -112,7 +113,7 @@ def _copy(folder: Folder, name: str, copy: str) -> None:
             os.link(folder.path(name), folder.path(copy))
             return
     with folder.open(name) as source:
-        write_temporary(folder, copy, iter(lambda: source.read(CHUNK), b""))
+        write_temporary(folder, copy, iter(lambda: source.read(PIECE_BYTES), b""))
     folder.rename(copy + TEMPORARY, copy)
 
 

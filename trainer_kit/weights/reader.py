@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import IO, Any
 
 import torch
 
 from trainer_kit.exceptions import CheckpointError
-from trainer_kit.storage import Folder, read_into
-from trainer_kit.weights.format import TensorEntry, read_header, tensor_bytes
+from trainer_kit.storage import Folder
+from trainer_kit.weights.format import TensorEntry, read_header
+from trainer_kit.weights.regions import read_region
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-CHUNK = 16 << 20  # files behind a URL copy what they hand over: a bounded piece at a time
 
 
 class ModelStateReader:
@@ -52,15 +52,13 @@ class ModelStateReader:
         """One of `files`, for `read`."""
         return self.folder.open(file)
 
-    def read(self, handle: IO[Any], name: str, target: torch.Tensor) -> None:
-        """Fill a contiguous CPU tensor of the stored shape and dtype with a tensor of the file that `handle` has open."""
-        entry, view = self.entries[name], tensor_bytes(target)
-        handle.seek(entry.start)
-        for start in range(0, len(view), CHUNK):
-            piece = view[start : start + CHUNK]
-            if read_into(handle, piece) < len(piece):
-                file = self.folder.path(self.file_of[name])
-                raise CheckpointError(f"{file} ends inside tensor {name!r}: it was truncated while it was read")
+    def read(self, handle: IO[Any], name: str, target: torch.Tensor, offsets: Sequence[int] | None = None) -> None:
+        """Fill `target`, of the stored dtype, with a tensor of the file that `handle` has open, or with the part of it at `offsets`.
+
+        Of a part, little more than its own bytes is read.
+        """
+        entry, label = self.entries[name], f"{self.folder.path(self.file_of[name])} (tensor {name!r})"
+        read_region(handle, target, entry.start, entry.shape, offsets or (0,) * len(entry.shape), label)
 
     def _add(self, file: str, weight_map: Mapping[str, str]) -> None:
         label = self.folder.path(file)

@@ -1,6 +1,7 @@
 """Writing a model state: safetensors files that other tools read, one tensor on the host at a time.
 
-It writes what it is given, in that order, and knows nothing of modules, ties or meshes. How the files become valid is `publish.py`.
+It writes what it is given, in that order, and knows nothing of modules or ties. How the files become valid is `publish.py`; how ranks
+work together is `serve.py`, where rank 0 runs the writer and the others give it their parts.
 
 Before editing: `get` is called once per tensor, in the order of the bytes, and its result is dropped before the next call. A live
 tensor is never changed, not even made contiguous.
@@ -11,35 +12,45 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from trainer_kit.exceptions import CheckpointError, ConfigurationError, ModelError
+from trainer_kit.mesh.team import Team
 from trainer_kit.storage import Folder
 from trainer_kit.weights.format import DTYPE_NAMES, build_header, num_bytes, tensor_bytes
 from trainer_kit.weights.publish import MARK, check_folder, publish, sweep, write_temporary
 from trainer_kit.weights.reader import INDEX
+from trainer_kit.weights.serve import write_together
 from trainer_kit.weights.shards import Shard, cut, index_bytes, parse_size
+from trainer_kit.weights.whole import is_cut, whole_on_main
+
+if TYPE_CHECKING:
+    from trainer_kit.mesh.context import DistributedContext
 
 
 class StateItem(NamedTuple):
-    """One tensor to write: what it will be, known before any tensor exists, and `get`, which makes or finds it."""
+    """One tensor to write: what it will be, known before any tensor exists, and `get`, which makes or finds it.
+
+    collective: whether `get` takes part of all ranks; it gives the tensor on rank 0 and None elsewhere.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    get: Callable[[], torch.Tensor]
+    get: Callable[[], torch.Tensor | None]
+    collective: bool = False
 
 
-def items_of(tensors: Mapping[str, torch.Tensor]) -> list[StateItem]:
-    """Items for tensors that are at hand."""
-    return [StateItem(name, tuple(tensor.shape), tensor.dtype, partial(_itself, tensor)) for name, tensor in tensors.items()]
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def items_of(tensors: Mapping[str, torch.Tensor], context: DistributedContext | None = None) -> list[StateItem]:
+    """Items for tensors that are at hand, or distributed over the ranks of `context`."""
+    return [
+        StateItem(name, tuple(tensor.shape), tensor.dtype, partial(whole_on_main, tensor, context), is_cut(tensor))
+        for name, tensor in tensors.items()
+    ]
 
 
 def write_model_state(
@@ -49,14 +60,29 @@ def write_model_state(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
+    context: DistributedContext | None = None,
 ) -> list[str]:
     """Write `items` as the model state of `folder` and return the names of its files, the index last.
 
     An earlier export in the folder stays whole until the new one is, and then goes. `dtype` casts floating-point tensors, except those of
     one byte, which are quantised; `max_shard_size` is in bytes or a text such as "500MB"; `metadata` is kept in each file's header.
+    With the `context` of several ranks all of them call it with the same items; rank 0 writes, and they return or raise the same.
 
     Raises CheckpointError, with nothing touched, for a folder that holds something else, and, with the old export intact, if writing fails.
     """
+    write = partial(_write, folder, max_shard_size=max_shard_size, dtype=dtype, metadata=metadata)
+    with nullcontext() if context is None else context.long_timeout():
+        return write_together(Team.of(context), items, write)
+
+
+def _write(
+    folder: str | os.PathLike[str],
+    items: Iterable[StateItem],
+    *,
+    max_shard_size: int | str,
+    dtype: torch.dtype | None,
+    metadata: Mapping[str, str] | None,
+) -> list[str]:
     items = _final(items, dtype)
     shards = cut([(item, num_bytes(item.dtype, item.shape), item.dtype.itemsize) for item in items], parse_size(max_shard_size))
     header = _header_metadata(metadata)
@@ -114,7 +140,9 @@ def _parts(shard: Shard[StateItem], metadata: Mapping[str, str]) -> Iterator[byt
 
 def _on_host(item: StateItem) -> torch.Tensor:
     """A contiguous CPU tensor of the final dtype: the tensor itself if it is one, else one copy."""
-    tensor = item.get().detach()
+    tensor = item.get()
+    assert tensor is not None, "rank 0 gets every tensor"
+    tensor = tensor.detach()
     if tuple(tensor.shape) != tuple(item.shape):
         raise ModelError(f"tensor {item.name!r} was announced as {list(item.shape)} and came as {list(tensor.shape)}")
     if tensor.dtype != item.dtype and not (tensor.dtype.is_floating_point and item.dtype.is_floating_point):

@@ -1,7 +1,8 @@
 """Moves a region between a tensor and the bytes of a file, with little memory beside the tensor itself.
 
-A contiguous CPU tensor is read and written in place. Anything else (a device, a transposed view, a part of a saved chunk) passes
-through host memory in slabs of a few megabytes, so that one huge tensor costs no more than a small one.
+A contiguous CPU tensor is read and written in place. Anything else (a device, a transposed view, narrow parts of rows) passes through
+host memory in slabs of a few megabytes, so that one huge tensor costs no more than a small one. Model states and training checkpoints
+read the boxes of a rank with it; which boxes is not decided here.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from typing import IO
 
 import torch
 
-from trainer_kit.checkpoint.checksum import PIECE_BYTES
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.storage import read_into
 from trainer_kit.weights.format import num_bytes, tensor_bytes
+
+PIECE_BYTES = 4 * 2**20
+SEEK_BYTES = 4096  # one more call costs about as much as reading so many bytes for nothing
 
 
 def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -36,24 +39,37 @@ def read_region(
 ) -> None:
     """Fill `target` with the box at `offsets` of a chunk of shape `sizes` whose bytes begin at `start` of the file.
 
-    Raises CheckpointError, naming `label`, if the file ends early.
+    Bytes outside of the box are passed over where that is worth a seek. Raises CheckpointError, naming `label`, if the file ends early.
     """
     if target.numel() == 0:
         return
-    row_bytes = num_bytes(target.dtype, sizes[1:])
+    row_bytes, part_bytes = num_bytes(target.dtype, sizes[1:]), num_bytes(target.dtype, target.shape[1:])
+    if offsets:
+        start += offsets[0] * row_bytes
     if tuple(target.shape[1:]) == tuple(sizes[1:]):  # whole rows: one range of bytes
-        _read_range(file, target, start + (offsets[0] * row_bytes if offsets else 0), label)
-    elif row_bytes <= PIECE_BYTES:  # parts of rows: reading the whole rows takes far fewer calls
-        num_rows = PIECE_BYTES // row_bytes
-        for first in range(0, len(target), num_rows):
-            part = target[first : first + num_rows]
-            rows, data = _host_buffer(target.dtype, (len(part), *sizes[1:]))
-            _read_exactly(file, data, start + (offsets[0] + first) * row_bytes, label)
-            box = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], target.shape[1:], strict=True))
-            part.copy_(rows[(slice(None), *box)])
+        _read_range(file, target, start, label)
+    elif row_bytes <= PIECE_BYTES and row_bytes - part_bytes < SEEK_BYTES:
+        _read_whole_rows(file, target, start, sizes[1:], offsets[1:], label)
+    elif _is_plain(target) and tuple(target.shape[2:]) == tuple(sizes[2:]):
+        data, start = tensor_bytes(target), start + offsets[1] * num_bytes(target.dtype, sizes[2:])
+        for index in range(len(target)):
+            _read_exactly(file, data[index * part_bytes : (index + 1) * part_bytes], start + index * row_bytes, label)
     else:
         for index, row in enumerate(target):
-            read_region(file, row, start + (offsets[0] + index) * row_bytes, sizes[1:], offsets[1:], label)
+            read_region(file, row, start + index * row_bytes, sizes[1:], offsets[1:], label)
+
+
+def _read_whole_rows(
+    file: IO[bytes], target: torch.Tensor, start: int, row_sizes: Sequence[int], offsets: Sequence[int], label: str
+) -> None:
+    """The parts of rows that `target` has, by way of the whole rows from `start` on, many in one call."""
+    row_bytes = num_bytes(target.dtype, row_sizes)
+    box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, target.shape[1:], strict=True))
+    for part in target.split(PIECE_BYTES // row_bytes):
+        rows, data = _host_buffer(target.dtype, (len(part), *row_sizes))
+        _read_exactly(file, data, start, label)
+        part.copy_(rows[(slice(None), *box)])
+        start += len(data)
 
 
 def _read_range(file: IO[bytes], target: torch.Tensor, start: int, label: str) -> None:
@@ -69,9 +85,11 @@ def _read_range(file: IO[bytes], target: torch.Tensor, start: int, label: str) -
 
 def _read_exactly(file: IO[bytes], data: memoryview, start: int, label: str) -> None:
     file.seek(start)
-    count = read_into(file, data)
-    if count != len(data):
-        raise CheckpointError(f"{label} ends at byte {start + count}, expected at least {start + len(data)}; it was truncated meanwhile")
+    for position in range(0, len(data), PIECE_BYTES):  # files behind a URL copy what they hand over: a bounded piece at a time
+        piece = data[position : position + PIECE_BYTES]
+        if (count := read_into(file, piece)) != len(piece):
+            found, expected = start + position + count, start + len(data)
+            raise CheckpointError(f"{label} ends at byte {found}, expected at least {expected}; it was truncated meanwhile")
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,105 @@
+"""`World`: what a run of several ranks holds open, from the process group to the store, and how it starts and ends."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.mesh.domains import Domain
+from trainer_kit.mesh.failure import FailureWatch
+from trainer_kit.mesh.groups import groups_under
+from trainer_kit.mesh.hangs import explain_hang
+from trainer_kit.mesh.host import WorldChannel
+from trainer_kit.mesh.meshes import Meshes
+from trainer_kit.mesh.place import Place
+from trainer_kit.mesh.stores import agent_hosts_store, open_store
+from trainer_kit.mesh.timeouts import Timeouts
+from trainer_kit.torch_private import abort_process_groups, default_store, forget_meshes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+_starts = itertools.count()  # of process groups in this process; all ranks start as many
+
+
+class World:
+    """The ranks of a run. Making one is a collective; closing it is none.
+
+    setup, step: seconds that a collective may take. backend: of torch.distributed; None: gloo, on accelerators next to their own.
+    """
+
+    def __init__(self, place: Place, domains: dict[str, Domain], device_type: str, backend: str | None, setup: float, step: float) -> None:
+        import torch.distributed as dist
+
+        timeout = timedelta(seconds=setup)
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            start_process_group(place, device_type, backend, timeout)
+        elif backend is not None:
+            _check_backend(backend)
+        default = dist.group.WORLD
+        assert default is not None
+        groups = groups_under(default, timeout)
+        host = groups.for_host("host")
+        self.meshes = Meshes(domains, groups, device_type)
+        self.timeouts = Timeouts(groups, default, setup, step, borrowed=not self._owns_group)
+        store = _own_store(place, host)
+        self.failures = FailureWatch(
+            store,
+            place.rank,
+            place.world_size,
+            hosts_store=place.rank == 0 and not agent_hosts_store(),
+            explain=explain_hang,
+        )
+        self.host = WorldChannel(host, store, functools.partial(groups.for_host, "background"), self.failures)
+
+    def close(self) -> None:
+        """Destroy the process groups if they were started here, else leave them as they were. Repeated calls do nothing."""
+        import torch.distributed as dist
+
+        if self._owns_group and dist.is_initialized():
+            if self.failures.failed:  # a collective may be half done
+                abort_process_groups()
+            else:
+                dist.destroy_process_group()
+            forget_meshes()  # a mesh of the same shape in a new world has other groups
+        elif not self._owns_group and dist.is_initialized():
+            self.timeouts.give_back()
+        self._owns_group = False
+
+
+def start_process_group(place: Place, device_type: str, backend: str | None, timeout: timedelta) -> None:
+    """Make the default process group from the launcher's environment."""
+    import torch.distributed as dist
+
+    if backend is None:  # host-side collectives need gloo next to what the device has
+        default = dist.get_default_backend_for_device(device_type)
+        backend = default if device_type == "cpu" else f"cpu:gloo,{device_type}:{default}"
+    attempt = f"trainer_kit/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/start-{next(_starts)}"
+    store = open_store(place, attempt, timeout)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+
+
+def _check_backend(backend: str) -> None:
+    """A backend that is asked for must be that of the process group that is there."""
+    import torch.distributed as dist
+
+    there = dist.get_backend_config()
+    if backend not in (there, dist.get_backend()) and str(dist.BackendConfig(dist.Backend(backend))) != there:
+        raise ConfigurationError(
+            f"backend={backend!r} of MeshStrategy, but the default process group, which was made before, has {there!r}; leave backend out"
+        )
+
+
+def _own_store(place: Place, host: ProcessGroup) -> Store:
+    """The default group's store under a prefix that no other context has; rank 0 chooses it."""
+    import torch.distributed as dist
+
+    store = dist.PrefixStore("trainer_kit", default_store())
+    number = [store.add("contexts", 1) if place.rank == 0 else 0]
+    dist.broadcast_object_list(number, 0, host)
+    return dist.PrefixStore(f"context-{number[0]}", store)

@@ -1,0 +1,106 @@
+"""The step of the build that lays a model out over the mesh: what must be true before it, and what it must leave as it was.
+
+The provider's `parallelize_model_stage` does the work. Before editing: it runs before memory is allocated, so an error here costs
+nothing; torch makes new parameter objects when it distributes, without what was written onto the old ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_kit.exceptions import ModelError
+from trainer_kit.mesh.context import DistributedContext
+from trainer_kit.mesh.layout import is_distributed, is_shard, layout_of
+from trainer_kit.model.allocate import check_aliases
+from trainer_kit.model.provider import CallableProvider, ModelProvider, ModuleProvider, StageContext
+from trainer_kit.names import alias_table, all_tensors
+
+
+def distribute(ctx: StageContext, provider: ModelProvider) -> None:
+    """Run the provider's `parallelize_model_stage`. A module or callable that gave DTensors was distributed by its author, and stays so.
+
+    Raises ModelError for parameters that come out in a way that nothing here could initialise, synchronise or save.
+    """
+    module = ctx.built()
+    aliases = alias_table(module)
+    before = {name: (tuple(parameter.shape), dict(vars(parameter))) for name, parameter in module.named_parameters()}
+    if not (has_distributed(module) and isinstance(provider, (ModuleProvider, CallableProvider))):
+        provider.parallelize_model_stage(ctx)
+    check_aliases(module, aliases)
+    for name, parameter in module.named_parameters():
+        if name in before:
+            _carry_over(name, parameter, *before[name])
+    for name, tensor in all_tensors(module):
+        if is_distributed(tensor):
+            _check_placements(name, tensor)
+
+
+def has_distributed(module: nn.Module) -> bool:
+    """Whether any parameter or buffer is a DTensor."""
+    return any(is_distributed(tensor) for _, tensor in all_tensors(module))
+
+
+def _carry_over(name: str, parameter: nn.Parameter, shape: tuple[int, ...], attributes: dict[str, Any]) -> None:
+    if tuple(parameter.shape) != shape:
+        raise ModelError(
+            f"parallelize_model_stage changed the shape of {name!r} from {shape} to {tuple(parameter.shape)}; a distributed parameter "
+            "keeps its global shape. Usual cause: a local part was assigned in place of the DTensor; use distribute_tensor, or "
+            "DTensor.from_local, which gives it the whole shape"
+        )
+    for attribute, value in attributes.items():
+        if attribute not in vars(parameter):
+            setattr(parameter, attribute, value)
+
+
+def _check_placements(name: str, tensor: Any) -> None:
+    try:
+        layout_of(tensor)
+    except ModelError as error:
+        raise ModelError(f"{name!r} cannot be kept as it was distributed: {error}") from None
+    for dim, size in enumerate(tensor.shape):
+        cuts = [tensor.device_mesh.size(axis) for axis, placement in enumerate(tensor.placements) if _cuts(placement, dim, tensor.ndim)]
+        if dim > 0 and size % math.prod(cuts):
+            raise ModelError(
+                f"{name!r} of shape {tuple(tensor.shape)} is cut into {math.prod(cuts)} parts along dim {dim}, which does not divide; only "
+                "dim 0 may be uneven. Change the size, the degree of parallelism in MeshStrategy, or the plan that cuts it along this dim"
+            )
+
+
+def _cuts(placement: Any, dim: int, num_dims: int) -> bool:
+    return is_shard(placement) and placement.dim % num_dims == dim
+
+
+def broadcast_values(module: nn.Module, context: DistributedContext) -> None:
+    """Give every rank the values of rank 0, tensor by tensor: each rank loaded or drew its own. Plain tensors only; a collective."""
+    import torch.distributed as dist
+
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in all_tensors(module):
+        tensors.setdefault(id(tensor), (name, tensor.detach()))
+    _check_same([(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.values()], context)
+    for _, tensor in tensors.values():
+        if tensor.numel():
+            values = tensor.contiguous()
+            # As bytes: not every backend knows every dtype.
+            dist.broadcast(values.view(-1).view(torch.uint8), 0, context.group("flat", "world"))
+            if values is not tensor:
+                tensor.copy_(values)
+
+
+def _check_same(tensors: list[tuple[str, str, tuple[int, ...]]], context: DistributedContext) -> None:
+    """Tensors that differ in number or size would make the ranks wait for each other for ever."""
+    digest = hashlib.sha256(repr(tensors).encode()).hexdigest()
+    if len(set(context.host.exchange(digest))) == 1:
+        return
+    first, *others = context.host.exchange(tensors)
+    rank, theirs = next((rank, theirs) for rank, theirs in enumerate(others, start=1) if theirs != first)
+    differing = [f"{name} {dtype} {list(shape)}" for name, dtype, shape in sorted(set(first) ^ set(theirs))]
+    raise ModelError(
+        f"ranks 0 and {rank} were given models that differ: {', '.join(differing[:4]) or 'the order of their tensors'}; the same "
+        "script must build the same module on every rank"
+    )

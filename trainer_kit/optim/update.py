@@ -1,0 +1,78 @@
+"""The update of a step: the optimizer, what it holds, and what must move between ranks around it.
+
+Optimizers work on local tensors, which share storage with the parameters. Those that need whole parameters get proxies for sharded
+ones (`whole.py`). In one process, and wherever nothing must be gathered, `Update.step` is the step of the optimizer and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from trainer_kit.optim.combined import CombinedOptimizer
+from trainer_kit.optim.provider import OptimizerProvider, build_optimizer
+from trainer_kit.optim.whole import WholeParameters, gather_whole, needs_gathering
+from trainer_kit.parameters import ParameterRow
+from trainer_kit.torch_private import step_optimizer
+
+if TYPE_CHECKING:
+    from trainer_kit.mesh import DistributedContext
+
+
+class Update:
+    """The built optimizer, ready to be stepped.
+
+    parameters: what the optimizer holds, each with its row; this is what the functions of `state.py` take. For a whole parameter the
+        row is that of its proxy.
+    is_spread: whether there are whole parameters, each of which has its state on one rank alone; the same on all ranks.
+    elsewhere: names of those whose update and state are on other ranks than this one.
+    step: makes the update. A collective of the ranks that share the whole parameters, if there are some.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rows: Sequence[ParameterRow],
+        wholes: Sequence[WholeParameters] = (),
+        *,
+        is_spread: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.parameters: Mapping[nn.Parameter, ParameterRow] = {row.local: row for row in rows}
+        self.elsewhere = frozenset(row.name for row in rows if row.local.is_meta)
+        self.is_spread = is_spread
+        self.step: Callable[[], None] = functools.partial(_step_on_wholes if wholes else step_optimizer, optimizer, *wholes)
+
+
+def _step_on_wholes(optimizer: torch.optim.Optimizer, *wholes: WholeParameters) -> None:
+    try:
+        for whole in wholes:
+            whole.open()
+        step_optimizer(optimizer)
+        for whole in wholes:
+            whole.take_back()
+    finally:
+        for whole in wholes:
+            whole.close()
+
+
+def build_update(provider: OptimizerProvider, rows: Sequence[ParameterRow], context: DistributedContext) -> Update:
+    """Build the optimizer of a provider for trainable rows. On a mesh a collective of the world, unless the provider is elementwise.
+
+    Raises ConfigurationError as `build_optimizer` does.
+    """
+    held, wholes, is_spread = list(rows), list[WholeParameters](), False
+    if context.world_size > 1 and not provider.elementwise:
+        names = provider.whole_parameters([(row.name, row.local) for row in rows])
+        wholes, is_spread = gather_whole([row for row in rows if row.name in names and needs_gathering(row)], context)
+        replaced = {row.name: row for whole in wholes for row in whole.proxy_rows()}
+        held = [replaced.get(row.name, row) for row in rows]
+    optimizer = build_optimizer(provider, [(row.name, row.local) for row in held])
+    for part in optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
+        if (set_layouts := getattr(part, "set_layouts", None)) is not None:
+            set_layouts({row.local: row.layout for row in held if not row.layout.is_whole})
+    return Update(optimizer, held, wholes, is_spread=is_spread)

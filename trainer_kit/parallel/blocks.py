@@ -1,0 +1,29 @@
+"""The repeated blocks of a model: what is sharded, recomputed and compiled one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks of a model: members of its outermost lists (ModuleList, ModuleDict, Sequential) whose class occurs twice."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            classes = Counter(type(child) for child in module.children())
+            blocks = [
+                (f"{prefix}{name}", child)
+                for name, child in module.named_children()
+                if classes[type(child)] > 1 and any(True for _ in child.children())
+            ]
+            if blocks:
+                found.extend(blocks)
+                return
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.")
+
+    visit(model, "")
+    return found

@@ -1,0 +1,34 @@
+"""Replicas: every rank holds all of the parameters and other data. The gradient synchroniser sums what the ranks computed.
+
+Not here: any communication. The parameters stay the objects they are, so this works on top of any other distribution.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.mesh.contracts import set_contract
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def parallelize_replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Say that each rank along the dimensions of `mesh` computes gradients from data of its own, which are to be summed."""
+    dimension_names(mesh, "parallelize_replicate")
+    for parameter in module.parameters():
+        set_contract(parameter, mesh, "partial")
+
+
+def dimension_names(mesh: DeviceMesh, function: str, num_dims: int | None = None) -> tuple[str, ...]:
+    """The names of the dimensions of a mesh; an error if they have none, or are not `num_dims`. Contracts are kept by name."""
+    names = mesh.mesh_dim_names
+    if not names or (num_dims is not None and len(names) != num_dims):
+        expected = "a mesh with named dimensions" if num_dims is None else f"a mesh of {num_dims} named dimension{'s' * (num_dims > 1)}"
+        raise ConfigurationError(
+            f"{function}(mesh=...) got a mesh of shape {tuple(mesh.shape)} with the dimensions {names}, expected {expected}; take a slice "
+            'of a domain, such as ctx.mesh("dense")["dp_cp_shard"]'
+        )
+    return names
