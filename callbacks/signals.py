@@ -2,7 +2,7 @@
 
 Ctrl-C: the running step is finished, `fit` ends as usual and raises KeyboardInterrupt; the trainer stays usable. A second Ctrl-C
 raises at once. SIGTERM: the step is finished, the end of the fit saves (if there is a Checkpoint), and `fit` raises `Interrupted`, a
-SystemExit with code 143. A second SIGTERM, or no step boundary within the grace time, leaves at once. Not here: agreement of ranks.
+SystemExit with code 143. A second SIGTERM, or no step boundary within the grace time, leaves at once. Not here: agreement of ranks (`boundary.py`).
 Know before editing: handlers only set flags; a signal may arrive at any bytecode of the main thread, and a process that is forked
 during a fit has inherited the handlers.
 """
@@ -29,10 +29,11 @@ class Signals(Callback):
     """Handles SIGINT and SIGTERM during a fit, in the main thread only; elsewhere it does nothing and `describe` says so.
 
     enabled: False leaves the signals alone. A trainer adds a Signals by itself, so `Signals(False)` is the way to be without.
-    grace: seconds from SIGTERM to the next step boundary, after which the process leaves with code 143.
+    grace: seconds from SIGTERM to the next step boundary, after which the process leaves with code 143. Launchers and schedulers kill
+        after 30 seconds and wait for all ranks, one of which may hang in a collective.
     """
 
-    def __init__(self, enabled: bool = True, *, grace: float = 30.0) -> None:
+    def __init__(self, enabled: bool = True, *, grace: float = 12.0) -> None:
         self.enabled = enabled
         self.grace = number(self, "grace", grace, above=0.0)
         self._watch = GraceWatch(self.grace)

@@ -35,7 +35,7 @@ PRIVATE_TORCH = {  # file -> why
     "trainer_kit/model/torch_init.py": "the private names that initialisation needs, each with its reason in the file",
     "trainer_kit/model/call.py": "`_orig_mod` is where torch.compile keeps the original module",
 }
-PUBLIC_IN_SPITE_OF_THE_NAME = {"_make", "_replace", "_exit", "_current_frames"}  # of named tuples, os and sys
+PUBLIC_IN_SPITE_OF_THE_NAME = {"_fields", "_make", "_replace", "_exit", "_current_frames"}  # of named tuples, os and sys
 
 
 @functools.cache
@@ -162,7 +162,8 @@ MAY_IMPORT = {
     "loop": BASE | LOWER | MIDDLE | INTERFACES | {"reduction", "run_state"},
 }
 EDGE = {  # where everything is wired: may import anything
-    "__init__", "agreement", "assembly", "boundary", "default_callbacks", "description", "environment", "fitting", "inference", "lifecycle",
+    "__init__", "agreement", "assembly", "boundary", "default_callbacks", "description", "environment", "exporting", "fitting", "inference",
+    "lifecycle",
     "quick_import", "run_length", "run_state", "saving", "trainer", "training_state",
 }  # fmt: skip
 CALLBACKS_MAY_IMPORT = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from trainer_kit.mesh.layout import like, local_of
 from trainer_kit.testing import run_on_ranks
@@ -191,10 +191,8 @@ def cut_in_new_worlds() -> list[bool]:
     whole, right = torch.arange(12.0).view(6, 2), []
     for num_other_groups in (3, 0):
         dist.init_process_group("gloo", store=dist.PrefixStore(str(num_other_groups), server), rank=rank, world_size=2)
-        for _ in range(num_other_groups):
-            dist.new_group([0, 1])
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
-        cut = distribute_tensor(whole, mesh["b"], [Shard(0)]) * 2
+        groups = [dist.new_group([0, 1]) for _ in range(num_other_groups + 1)]
+        cut = distribute_tensor(whole, DeviceMesh.from_group(groups[-1], "cpu"), [Shard(0)]) * 2
         right.append(torch.equal(cut.redistribute(placements=[Shard(1)]).to_local(), 2 * whole[:, rank : rank + 1]))
         dist.destroy_process_group()
         forget_meshes()

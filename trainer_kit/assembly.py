@@ -135,6 +135,8 @@ def assemble(
     config, emit, durations = recipe.config, dispatcher.emit, Durations()
     check_host_sync_support(config.detect_host_syncs, context.device)
     check_same_settings(context, plain_settings(recipe, strategy, context, config.total_steps))
+    if context.world_size > 1:
+        records.combine = Reduction(context, {}).combine
     emit(events.BuildStart)
     with durations.measure("data"):
         recipe.task.setup(context)

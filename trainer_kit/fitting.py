@@ -35,7 +35,7 @@ class Fitting:
     def fit(self, total_steps: int | None, resume: str | os.PathLike[str]) -> None:
         """See `Trainer.fit`."""
         run = self.training.loop.run
-        with telling(self.training.loop.dispatcher):
+        with telling(self.training.loop.dispatcher, run, self.context.failures.report):
             self._set_length(total_steps)
             resumed = self._resume(resume)
             if resumed and total_steps is None:
@@ -96,10 +96,11 @@ class Fitting:
         run.deadline = None if config.max_time is None else time.monotonic() + config.max_time
         closers = [loop.stream.close, loop.gradients.zero, *self.closers]
         last_values = loop.records.flush if self.context.world_size == 1 else loop.records.drop
-        life = FitLifecycle(
-            run, loop.dispatcher, self.requests, self.training.random, self.saving.saver, last_values, loop.undo_step, closers
-        )
-        with run_environment(config, self.context.device), life.around():
+        saver, random = self.saving.saver, self.training.random
+        life = FitLifecycle(self.context, run, loop.dispatcher, self.requests, random, saver, last_values, loop.undo_step, closers)
+        # A compiled model is compiled in its first step, at its own time on each rank.
+        timeout = self.context.long_timeout() if config.compile else self.context.short_timeout()
+        with run_environment(config, self.context.device), life.around(), timeout:
             set_train_modes(self.model.stages)
             settings = assembly.plain_settings(self.recipe, self.strategy, self.context, run.total_steps)
             loop.dispatcher.emit(events.FitStart, resumed=resumed, settings=settings)
@@ -114,7 +115,7 @@ class Fitting:
         loop.guard.resolve()
         records.close_step(run.step)
         records.flush()
-        loop.dispatcher.emit(events.FitEnd, reason=run.stop_reason, interrupted=run.stop_raising is not None)
+        loop.dispatcher.emit(events.FitEnd, reason=run.stop_reason, interrupted=run.raising_agreed)
         self.requests.carry_out()
         records.close_step(run.step)  # what the handlers of the end logged
         records.flush()

@@ -24,8 +24,8 @@ from trainer_kit.random_state import forked
 from trainer_kit.records import Records
 from trainer_kit.run_state import RunState
 from trainer_kit.task import Task
-from trainer_kit.weights.buffers import share_buffers
 from trainer_kit.torch_private import whole_tensor
+from trainer_kit.weights.buffers import share_buffers
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Inference:
             yield
         except BaseException as error:
             if before == "idle":  # inside a fit, the fit tells it
-                tell(self.dispatcher, error)
+                tell(error, self.dispatcher, self.run, self.context.failures.report)
             raise
         finally:
             self.run.phase = before

@@ -1,4 +1,8 @@
-"""What happens around the steps of one fit, whatever ends it: everything opened is closed once, and the first error surfaces unchanged."""
+"""What happens around the calls of a run, whatever ends them: everything opened is closed once, and the first error surfaces unchanged.
+
+On a mesh the way out of an error calls no collective. Before editing: the other ranks learn of an error before anything else is done about
+it, because what callbacks do then, and closing, may take long.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from dataclasses import dataclass
 from trainer_kit import events
 from trainer_kit.callback import Dispatcher
 from trainer_kit.checkpoint import CheckpointSaver
+from trainer_kit.exceptions import StateError
 from trainer_kit.mesh import DistributedContext
 from trainer_kit.random_state import RandomStreams
 from trainer_kit.run_state import Requests, RunState
@@ -18,10 +23,11 @@ from trainer_kit.run_state import Requests, RunState
 class FitLifecycle:
     """Guards one fit.
 
-    last_values: when an error ends the fit, brings out the records that are still on their way, if that takes no other rank. undo_step: called when a step ended
-    half-way. closers: called at the end, each once.
+    last_values: when an error ends the fit, brings out the records that are still on their way, if that takes no other rank.
+    undo_step: called when a step ended half-way. closers: called at the end, each once.
     """
 
+    context: DistributedContext
     run: RunState
     dispatcher: Dispatcher
     requests: Requests
@@ -35,7 +41,8 @@ class FitLifecycle:
     def around(self) -> Iterator[None]:
         """The block is the fit. After it, in order or not: streams given back, everything closed, `on_exception` told."""
         error: BaseException | None = None
-        self.run.phase, self.run.stop_reason, self.run.stop_raising, self.run.stop_agreed = "between steps", None, None, False
+        run = self.run
+        run.phase, run.stop_reason, run.stop_raising, run.stop_agreed, run.raising_agreed = "between steps", None, None, False, False
         try:
             self.random.enter()
             yield
@@ -44,23 +51,25 @@ class FitLifecycle:
             self._tell(caught)
             raise
         finally:
-            half_way, self.run.phase = self.run.phase == "step", "idle"
+            half_way, run.phase = run.phase == "step", "idle"
             self.random.leave()
             try:
                 self._close_all(error, half_way)
             finally:
-                error = None  # a frame that holds its own exception would keep the model alive
-        if self.run.stop_raising is not None:
-            raising, self.run.stop_raising = self.run.stop_raising, None
+                error, run.failing = None, False  # a frame that holds its own exception would keep the model alive
+        if run.stop_raising is not None:
+            raising, run.stop_raising = run.stop_raising, None
             raise raising
 
     def _tell(self, error: BaseException) -> None:
+        self.context.failures.report(error)
+        self.run.failing = True
         self.requests.clear()
         try:
             self.last_values()
         except Exception as second:
             error.add_note(f"besides, the last records were not delivered: {type(second).__name__}: {second}")
-        tell(self.dispatcher, error)
+        _to_callbacks(self.dispatcher, error)
 
     def _close_all(self, error: BaseException | None, half_way: bool) -> None:
         first: BaseException | None = error
@@ -77,7 +86,7 @@ class FitLifecycle:
             raise first
 
 
-def tell(dispatcher: Dispatcher, error: BaseException) -> None:
+def _to_callbacks(dispatcher: Dispatcher, error: BaseException) -> None:
     """Send `on_exception`; a handler that fails is noted on the error and does not replace it."""
     try:
         dispatcher.emit(events.RunException, exception=error)
@@ -85,13 +94,23 @@ def tell(dispatcher: Dispatcher, error: BaseException) -> None:
         error.add_note(f"besides, an on_exception handler failed: {type(second).__name__}: {second}")
 
 
+def tell(error: BaseException, dispatcher: Dispatcher, run: RunState, report: Callable[[BaseException], None]) -> None:
+    """Tell of the error that ends a call: the other ranks by `report`, then the callbacks."""
+    report(error)
+    before, run.failing = run.failing, True
+    try:
+        _to_callbacks(dispatcher, error)
+    finally:
+        run.failing = before
+
+
 @contextmanager
-def telling(dispatcher: Dispatcher) -> Iterator[None]:
+def telling(dispatcher: Dispatcher, run: RunState, report: Callable[[BaseException], None]) -> Iterator[None]:
     """The block prepares a run: an error in it is told, and closes the callbacks, which may have opened something."""
     try:
         yield
     except BaseException as error:
-        tell(dispatcher, error)
+        tell(error, dispatcher, run, report)
         for callback in dispatcher.callbacks:
             try:
                 callback.close()
@@ -101,18 +120,24 @@ def telling(dispatcher: Dispatcher) -> Iterator[None]:
 
 
 @contextmanager
-def together(what: str, context: DistributedContext, run: RunState) -> Iterator[None]:
-    """The block is a call that all ranks make. Another call on another rank is an error at once; an error on one rank ends it on all.
+def together(what: str, context: DistributedContext, run: RunState, detail: str = "") -> Iterator[None]:
+    """The block is a call that all ranks make, with the same `detail`. If not all do, or one fails, it ends on all of them.
 
-    The way out of an error calls no collective: whoever fails says so, and the others stop waiting for it.
+    A call inside of another one, as of a callback, is met in the same way, since the other ranks may not come to it.
     """
-    if context.world_size == 1 or run.together:
+    if context.world_size == 1:
+        yield
+        return
+    if run.failing:
+        raise StateError(f"{what} takes all ranks, and this one is on the way out of an error that the others may not have; leave it out")
+    if run.together:
+        context.host.agree(what, detail)
         yield
         return
     run.together = True
     try:
         with context.failures.section():
-            context.host.agree(what)
+            context.host.agree(what, detail)
             yield
     finally:
         run.together = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -101,13 +101,14 @@ class Records:
         self._reductions: dict[str, Reduce] = {}
         self._pending: deque[_Record] = deque()
         self.combine: Combine | None = None
+        self.waits_for_ranks = False  # on a mesh: something of no step is to be recorded where all ranks next meet
 
     def due(self, finished: int) -> bool:
         """Whether the step that makes `finished` steps is a recorded one."""
         return finished % self._log_every == 0
 
     def log(self, name: str, value: Value, reduce: Reduce = "mean") -> None:
-        """Keep a number or one-element tensor for the next record; the last value of a name counts.
+        """Keep a number or one-element tensor for the next record; the last value of a name counts, with its `reduce`.
 
         reduce: how the values of several data ranks become one.
         """
@@ -130,17 +131,19 @@ class Records:
         for key, value in values.items():
             self._open[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
-    def state_dict(self) -> dict[str, Value]:
-        """What was logged for the next record."""
-        return {str(name): value for name, value in self._open.items()}
+    def state_dict(self) -> dict[str, Any]:
+        """What was logged for the next record, and how it combines over ranks."""
+        return {"values": {str(name): value for name, value in self._open.items()}, "reductions": dict(self._reductions)}
 
-    def load_state_dict(self, state: dict[str, Value]) -> None:
-        """Take back what `state_dict` gave, in place of what is open now."""
-        self._open = dict(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave, in place of what is open now; an empty state holds nothing."""
+        self._open, self._reductions = dict(state.get("values", {})), dict(state.get("reductions", {}))
 
     def close_step(self, finished: int) -> None:
         """Make a record of what was logged; its copy to the host starts here."""
         values, self._open = self._open, {}
+        reductions, self._reductions = self._reductions, {}
+        self.waits_for_ranks = False
         if not values and self.combine is None:  # on a mesh others may have something
             return
         names = [name for name, value in values.items() if isinstance(value, torch.Tensor)]
@@ -148,7 +151,6 @@ class Records:
         by_device: dict[torch.device, list[Hashable]] = {}
         for name in names:
             by_device.setdefault(values[name].device, []).append(name)  # type: ignore[union-attr]
-        reductions, self._reductions = self._reductions, {}
         for group in by_device.values():
             deferred = Deferred([values[name] for name in group])  # type: ignore[misc]
             self._pending.append(_Record(finished, numbers, group, deferred, reductions))

@@ -2,14 +2,15 @@
 
 Every rank puts the sums of a record (never means) under structured keys; when the record is delivered the numbers of the ranks are
 exchanged once and every rank computes the same values from them, in the order of the ranks. Tensor peers hold the same samples, so
-only counted ranks enter. Not here: when a record is made and delivered (`records.py`, `loop.py`).
+their sums enter once. Not here: when a record is made and delivered (`records.py`, `loop.py`).
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,12 +23,25 @@ from trainer_kit.pipeline import LossSums
 if TYPE_CHECKING:
     from trainer_kit.mesh.context import DistributedContext
 
-FOLD: dict[str, Callable[[list[Any]], Any]] = {
-    "sum": math.fsum,
-    "max": max,
-    "min": min,
+
+def _sum(values: Sequence[float]) -> float:
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # a sum that is too large on the way, or of both infinities
+        return sum(values)
+
+
+def _extreme(choose: Callable[[Sequence[float]], float]) -> Callable[[Sequence[float]], float]:
+    """The largest or smallest, and nan if one is nan, as torch has it; Python's depends on the order."""
+    return lambda values: math.nan if any(value != value for value in values) else choose(values)
+
+
+FOLD: dict[str, Callable[[Sequence[float]], float]] = {
+    "sum": _sum,
+    "max": _extreme(max),
+    "min": _extreme(min),
     "last": lambda values: values[-1],
-    "mean": lambda values: math.fsum(values) / len(values),
+    "mean": lambda values: _sum(values) / len(values),
 }
 
 
@@ -40,7 +54,7 @@ class LossKey(NamedTuple):
 
 
 class MetricKey(NamedTuple):
-    """A state of a metric."""
+    """A state of a metric. One without a name says that there is such a metric, even if it had no update."""
 
     prefix: str
     metric: str
@@ -48,16 +62,29 @@ class MetricKey(NamedTuple):
     is_integer: bool
 
 
+class Logged(NamedTuple):
+    """What one rank logged under a name, or a metric of another library found there. `reduce`: how it combines over the data ranks."""
+
+    name: str
+    value: float
+    reduce: str
+
+
 def with_metrics(losses: LossSums, metrics: Mapping[str, Any], prefix: str) -> dict[Hashable, Any]:
     """The losses and the computed metrics of one process under their names; a metric may not take the place of a loss term."""
     means = losses.values(prefix)
-    found: dict[Hashable, Any] = {
-        key: value for name, metric in metrics.items() for key, value in computed(f"{prefix}/{name}", metric).items()
-    }
-    if both := sorted(str(key) for key in means.keys() & found.keys()):
-        name = both[0].removeprefix(f"{prefix}/")
+    found: dict[Hashable, Any] = {}
+    for name, metric in metrics.items():
+        found.update(computed(f"{prefix}/{name}", metric))
+    _check_names(means, found)
+    found.update(means)
+    return found
+
+
+def _check_names(of_losses: Mapping[Any, Any], of_metrics: Mapping[Any, Any]) -> None:
+    if both := sorted(str(key) for key in of_losses.keys() & of_metrics.keys()):
+        name = both[0].partition("/")[2]
         raise ConfigurationError(f"{name!r} is the name of a loss term and of a metric of metrics(); rename one of them")
-    return {**means, **found}
 
 
 def sums_of(losses: LossSums, metrics: Mapping[str, Any], prefix: str) -> dict[Hashable, Any]:
@@ -69,10 +96,13 @@ def sums_of(losses: LossSums, metrics: Mapping[str, Any], prefix: str) -> dict[H
         found[LossKey(prefix, term, "coefficient")] = losses.coefficients[term]
     for name, metric in metrics.items():
         if isinstance(metric, Metric):
+            found[MetricKey(prefix, name, "", True)] = 0
             for state, value in metric.state_dict().items():
                 found[MetricKey(prefix, name, state, not value.is_floating_point())] = value
-        else:  # it has brought its ranks together itself
-            found.update(computed(f"{prefix}/{name}", metric))
+        else:
+            with warnings.catch_warnings():  # that this rank had no update says nothing about the others
+                warnings.filterwarnings("ignore", message=r".*was called before the ``update`` method")
+                found.update(computed(f"{prefix}/{name}", metric))  # brings the ranks together
     return found
 
 
@@ -81,13 +111,21 @@ def prepare_metrics(metrics: Mapping[str, Any], context: DistributedContext) -> 
     for name, metric in metrics.items():
         if isinstance(metric, Metric) or context.world_size == 1:
             continue
-        if not hasattr(metric, "sync_on_compute"):
+        parts = metric.modules() if isinstance(metric, torch.nn.Module) else [metric]  # a collection or a wrapper holds others
+        reducing = [part for part in parts if hasattr(part, "sync_on_compute")]
+        if not reducing:
             raise UnsupportedError(
                 f"metric {name!r} is a {type(metric).__name__}, which does not say how its values of {context.world_size} ranks combine; "
                 "subclass trainer_kit.metrics.Metric, whose `reductions` say it, or use one of torchmetrics"
             )
-        metric.sync_on_compute = context.data_group is not None
-        metric.process_group = context.data_group
+        for part in reducing:
+            part.process_group = context.data_group
+            if context.data_group is None:  # all ranks see the same samples; no group would mean all ranks
+                part.sync_on_compute, part.distributed_available_fn = False, _is_not_distributed
+
+
+def _is_not_distributed() -> bool:
+    return False
 
 
 class Reduction:
@@ -102,49 +140,76 @@ class Reduction:
         reductions: how logged values combine, by name; the mean where it says nothing. Raises ConfigurationError on every rank if two
         ranks mean different things by one name.
         """
-        mine = [(tuple(key) if isinstance(key, tuple) else key, value) for key, value in values.items()]
-        kinds = {key: reductions.get(key, "mean") for key in values if isinstance(key, str)}
-        parts = self._context.host.exchange((mine, kinds) if self._context.is_counted else None)
-        numbers: dict[Any, list[float]] = {}
-        ways: dict[str, str] = {}
-        for part in parts:
-            for key, value in part[0] if part is not None else ():
-                numbers.setdefault(key, []).append(value)
-            for name, way in part[1].items() if part is not None else ():
-                if ways.setdefault(name, way) != way:
-                    raise ConfigurationError(f"{name!r} was logged with reduce={ways[name]!r} on one rank and {way!r} on another")
-        found = {key: FOLD[ways[key]](values) for key, values in numbers.items() if isinstance(key, str)}
-        computed_sums = self._losses(numbers) | self._metric_values(numbers)
+        sums = [(tuple(key), value) for key, value in values.items() if isinstance(key, tuple)] if self._context.is_counted else []
+        logged = [Logged(key, value, reductions.get(key, "mean")) for key, value in values.items() if isinstance(key, str)]
+        parts = self._context.host.exchange((self._context.data_rank, sums, [tuple(each) for each in logged]))
+        found = _of_logged([(data_rank, [Logged(*each) for each in theirs]) for data_rank, _, theirs in parts])
+        all_sums = [item for _, theirs, _ in parts for item in theirs]
+        of_losses, of_metrics = _of_losses(all_sums), self._of_metrics(all_sums)
+        _check_names(of_losses, of_metrics)
+        computed_sums = of_losses | of_metrics
         if both := sorted(found.keys() & computed_sums.keys()):
             raise ConfigurationError(f"{both[0]!r} was logged by trainer.log on one rank and is a loss or metric on another; rename one")
         return computed_sums | found
 
-    def _losses(self, numbers: Mapping[Any, list[float]]) -> dict[str, float]:
-        by_prefix: dict[str, LossSums] = {}
-        for key in numbers:
-            if isinstance(key, tuple) and len(key) == len(LossKey._fields) and key[2] == "sum":
-                prefix, term, _ = key
-                sums = by_prefix.setdefault(prefix, LossSums())
-                sums.sums[term] = torch.tensor(math.fsum(numbers[key]), dtype=torch.float64)
-                sums.weights[term] = math.fsum(numbers[prefix, term, "weight"])
-                sums.coefficients[term] = numbers[prefix, term, "coefficient"][0]
-        return {name: float(value) for prefix, sums in by_prefix.items() for name, value in sums.values(prefix).items()}
-
-    def _metric_values(self, numbers: Mapping[Any, list[float]]) -> dict[str, float]:
-        states: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
-        for key, values in numbers.items():
-            if isinstance(key, tuple) and len(key) == len(MetricKey._fields):
+    def _of_metrics(self, sums: Sequence[tuple[Any, float]]) -> dict[str, float]:
+        folded: dict[tuple[str, str], dict[str, list[tuple[float, bool]]]] = {}
+        for key, value in sums:
+            if len(key) == len(MetricKey._fields):
                 prefix, name, state, is_integer = key
-                folded = FOLD[self._metrics[name].reductions[state]](values)
-                kept = torch.tensor(int(folded)) if is_integer else torch.tensor(folded, dtype=torch.float64)
-                states.setdefault((prefix, name), {})[state] = kept
-        found = {}
-        for (prefix, name), state_dict in states.items():
-            for key, value in self._compute(f"{prefix}/{name}", self._metrics[name], state_dict):
-                found[key] = value
+                states = folded.setdefault((prefix, name), {})
+                if state:
+                    states.setdefault(state, []).append((value, is_integer))
+        found: dict[str, float] = {}
+        for (prefix, name), states in folded.items():
+            metric = self._metrics[name]
+            combined = {state: _folded(metric.reductions[state], numbers) for state, numbers in states.items()}
+            found |= dict(_compute(f"{prefix}/{name}", metric, combined))
         return found
 
-    def _compute(self, label: str, metric: Metric, states: dict[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
-        combined = copy.copy(metric)
-        combined.load_state_dict(states)
-        yield from ((key, float(value)) for key, value in computed(label, combined).items())
+
+def _of_logged(parts: Sequence[tuple[int, Sequence[Logged]]]) -> dict[str, float]:
+    """The logged values of all ranks as one each. `parts`: data rank and values, by rank.
+
+    A data rank counts once in a sum or mean, with the first of its peers that has the name; extremes are those of all ranks.
+    """
+    numbers: dict[str, list[float]] = {}
+    ways: dict[str, str] = {}
+    seen: set[tuple[int, str]] = set()
+    for data_rank, logged in parts:
+        for name, value, way in logged:
+            if ways.setdefault(name, way) != way:
+                raise ConfigurationError(f"{name!r} was logged with reduce={ways[name]!r} on one rank and reduce={way!r} on another")
+            if way in ("max", "min") or (data_rank, name) not in seen:
+                seen.add((data_rank, name))
+                numbers.setdefault(name, []).append(value)
+    return {name: FOLD[ways[name]](values) for name, values in numbers.items()}
+
+
+def _of_losses(sums: Sequence[tuple[Any, float]]) -> dict[str, float]:
+    numbers: dict[tuple[str, ...], list[float]] = {}
+    for key, value in sums:
+        if len(key) == len(LossKey._fields):
+            numbers.setdefault(key, []).append(value)
+    by_prefix: dict[str, LossSums] = {}
+    for prefix, term, part in numbers:
+        if part == "sum":
+            total = by_prefix.setdefault(prefix, LossSums())
+            total.sums[term] = torch.tensor(_sum(numbers[prefix, term, "sum"]), dtype=torch.float64)
+            total.weights[term] = _sum(numbers[prefix, term, "weight"])
+            total.coefficients[term] = numbers[prefix, term, "coefficient"][0]
+    return {name: float(value) for prefix, total in by_prefix.items() for name, value in total.values(prefix).items()}
+
+
+def _folded(reduction: str, numbers: Sequence[tuple[float, bool]]) -> torch.Tensor:
+    """One state from those of the ranks; an integer if it is one on all of them."""
+    value = FOLD[reduction]([number for number, _ in numbers])
+    if all(is_integer for _, is_integer in numbers):
+        return torch.tensor(int(value))
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _compute(label: str, metric: Metric, states: dict[str, torch.Tensor]) -> Iterator[tuple[str, float]]:
+    combined = copy.copy(metric)
+    combined.load_state_dict(states)
+    yield from ((key, float(value)) for key, value in computed(label, combined).items())

@@ -23,7 +23,8 @@ ARGUMENTS = {"evaluate": ("data", "task", "name"), "save": ("path", "asynchronou
 class RunState:
     """Counters of a run. `step` is the number of finished optimizer steps; `phase` says what the trainer is doing now.
 
-    stop_reason, stop_raising: what this rank wishes; stop_agreed: whether the run ends at this boundary, on every rank.
+    stop_reason, stop_raising: what this rank wishes, and what all wish once stop_agreed, raising_agreed say so.
+    together: whether the trainer is in a call that all ranks make. failing: whether it is on the way out of an error.
     """
 
     step: int = 0
@@ -34,7 +35,9 @@ class RunState:
     stop_reason: str | None = None
     stop_raising: BaseException | None = None
     stop_agreed: bool = False
-    together: bool = False  # whether the trainer is in a call that all ranks make
+    raising_agreed: bool = False
+    together: bool = False
+    failing: bool = False
 
     @property
     def finished(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from trainer_kit.default_callbacks import with_defaults
 from trainer_kit.description import Description, describe
 from trainer_kit.events import Event
 from trainer_kit.exceptions import ConfigurationError, ModelError, StateError
+from trainer_kit.exporting import export_model
 from trainer_kit.fitting import Fitting
 from trainer_kit.inference import Inference
 from trainer_kit.lifecycle import telling, together
@@ -36,9 +38,7 @@ from trainer_kit.records import History, Records, Reduce, Value
 from trainer_kit.run_state import Requests, RunState, weakly
 from trainer_kit.saving import Saving
 from trainer_kit.task import Task, checked_task
-from trainer_kit.weights import StateMapper, write_model_state
-from trainer_kit.weights.buffers import share_buffers
-from trainer_kit.weights.export import mapped_items
+from trainer_kit.weights import StateMapper
 
 
 class Trainer:
@@ -135,7 +135,7 @@ class Trainer:
 
     @functools.cached_property
     def _requests(self) -> Requests:
-        return Requests(weakly(self.evaluate), weakly(self._save), boundary_of(self._run, self._saver, self.context))
+        return Requests(weakly(self._evaluate), weakly(self._save), boundary_of(self._run, self._saver, self.context, self._records))
 
     @property
     def stages(self) -> list[nn.Module]:
@@ -192,7 +192,7 @@ class Trainer:
             return
         self._parts = assembly.Parts()
         try:
-            with telling(self._dispatcher), together("build()", self.context, self._run):
+            with telling(self._dispatcher, self._run, self._report), self._together("build()"):
                 assembly.assemble(
                     self._parts, self.recipe, self.strategy, self.context,
                     run=self._run, records=self._records, dispatcher=self._dispatcher, requests=self._requests,
@@ -213,7 +213,7 @@ class Trainer:
         if self._run.phase != "idle":
             raise StateError("fit() inside fit(); use trainer.stop() and call fit again")
         self.build()
-        with together("fit()", self.context, self._run):
+        with self._together("fit()", f"total_steps={total_steps!r}, resume={_text(resume)}"):
             closers = [callback.close for callback in self.callbacks]
             Fitting(self.recipe, self.strategy, self.context, self._model(), self._training(), self._saving(), self._requests, closers).fit(
                 total_steps, resume
@@ -232,13 +232,18 @@ class Trainer:
     def log(self, name: str, value: Value, *, reduce: Reduce = "mean") -> None:
         """Record a number or one-element tensor under a name; it joins the next record. Never waits for the device.
 
-        reduce: how the values of the data ranks that logged it become one.
+        reduce: how the values of the data ranks that logged it become one. What is logged outside of steps has a record of its own; on a
+        mesh that is made at the next boundary between steps, or by the next `fit`, `evaluate` or `predict`.
         """
         self._records.log(name, value, reduce)
-        if self._run.phase != "step" and self._records.combine is None:  # of no step: recorded at once, under the steps finished so far
-            self._records.close_step(self._run.step)
-            if self._run.phase == "idle":
-                self._records.flush()
+        if self._run.phase == "step":
+            return
+        if self.context.world_size > 1:
+            self._records.waits_for_ranks = True
+            return
+        self._records.close_step(self._run.step)
+        if self._run.phase == "idle":
+            self._records.flush()
 
     def emit(self, event: Event) -> None:
         """Send an event, of the user's own type too, to the callbacks that have its method."""
@@ -251,7 +256,9 @@ class Trainer:
     def request(self, kind: Literal["evaluate", "save"], **arguments: Any) -> None:
         """Ask for `evaluate(**arguments)` or a save (`path=None, asynchronous=None`) after the running step, in this order."""
         self._requests.add(kind, arguments)
-        self._carry_out_if_idle()
+        if self._run.phase == "idle":
+            with self._together(f"request({kind!r})"):
+                self._requests.carry_out()
 
     def _deliver(self, step: int, values: dict[str, float]) -> None:
         self.history.add(step, values)
@@ -266,10 +273,14 @@ class Trainer:
         Changes nothing of the run: random streams, train and eval modes, data position and gradients stay as they are.
         """
         self._run.refuse_inside_step("evaluate()", "trainer.request('evaluate', data=...) does it after the step")
-        with together("evaluate()", self.context, self._run):
-            values = self._inference().evaluate(data, self._task(task), name)
-            self._deliver(self._run.step, dict(values))
+        with self._together("evaluate()", f"name={name!r}"):
+            values = self._evaluate(data, task=task, name=name)
             self._carry_out_if_idle()
+        return values
+
+    def _evaluate(self, data: Any, *, task: Task | None = None, name: str = "val") -> dict[str, float]:
+        values = self._inference().evaluate(data, self._task(task), name)
+        self._deliver(self._run.step, dict(values))
         return values
 
     def predict(self, data: Any, *, task: Task | None = None, each: Callable[[Any], None] | None = None) -> list[Any]:
@@ -279,7 +290,7 @@ class Trainer:
         """
         results: list[Any] = []
         self._run.refuse_inside_step("predict()", "call it after fit() or in on_fit_end")
-        with together("predict()", self.context, self._run):
+        with self._together("predict()"):
             self._inference().predict(data, self._task(task), each or results.append)
             self._carry_out_if_idle()
         return results
@@ -287,6 +298,13 @@ class Trainer:
     def _carry_out_if_idle(self) -> None:
         if self._run.phase == "idle":
             self._requests.carry_out()
+
+    def _together(self, what: str, detail: str = "") -> AbstractContextManager[None]:
+        return together(what, self.context, self._run, detail)
+
+    def _report(self, error: BaseException) -> None:
+        if "context" in vars(self):  # else it is what kept the ranks from meeting
+            self.context.failures.report(error)
 
     def _task(self, task: Task | None) -> Task:
         return self.task if task is None else checked_task(task)
@@ -313,12 +331,12 @@ class Trainer:
         if self._run.phase in ("step", "evaluation", "prediction"):  # callbacks may have put other weights in place
             self._requests.add("save", {"path": where, "asynchronous": False})
         else:
-            self._save(where, asynchronous=False)
+            with self._together("save_checkpoint()", f"path={where!r}"):
+                self._save(where, asynchronous=False)
 
     def _save(self, path: str | None = None, asynchronous: bool | None = None) -> None:
-        with together("save_checkpoint()", self.context, self._run):
-            self.build()
-            self._saving().save(path, asynchronous=bool(asynchronous))
+        self.build()
+        self._saving().save(path, asynchronous=bool(asynchronous))
 
     def load_checkpoint(self, path: str | os.PathLike[str], parts: Sequence[str] | None = None, *, verify: bool = True) -> None:
         """Bring the run to a saved state. Without `parts` everything must fit, and it must be a checkpoint of this run.
@@ -327,7 +345,7 @@ class Trainer:
         verify: compare the checksums of the files.
         """
         self._run.refuse_inside_step("load_checkpoint()", "call it before fit(), or pass fit(resume=path)")
-        with together("load_checkpoint()", self.context, self._run):
+        with self._together("load_checkpoint()", f"path={_text(path)}, parts={parts!r}"):
             self.build()
             self._saving().load(os.fspath(path), parts, verify=verify)
 
@@ -350,24 +368,12 @@ class Trainer:
         it, and the files are the same as those of one process.
         """
         self._run.refuse_inside_step("export()", "call it after fit() or in on_fit_end")
-        with together("export()", self.context, self._run):
-            return self._export(path, mapper, dtype, max_shard_size)
-
-    def _export(
-        self, path: str | os.PathLike[str], mapper: StateMapper | None, dtype: torch.dtype | None, max_shard_size: int | str
-    ) -> list[str]:
-        self.build()
-        model = self._model()
-        if model.table.trainable():
-            self._training().loop.guard.resolve()
-        stage = model.contexts[0]
-        if mapper is not None and not isinstance(mapper, StateMapper):
-            raise ConfigurationError(f"export(mapper={mapper!r}): expected a StateMapper, or None for that of the provider")
-        mapper = mapper or self.recipe.model_provider.export_mapper(stage)
-        share_buffers(model.table.buffers, self.context)
-        items = mapped_items(model.table.tensors(), mapper, self.context)
-        with self.context.long_timeout():
-            return write_model_state(path, items, max_shard_size=max_shard_size, dtype=dtype, context=self.context)
+        with self._together("export()", f"path={_text(path)}, dtype={dtype}, max_shard_size={max_shard_size!r}"):
+            self.build()
+            model, provider = self._model(), self.recipe.model_provider
+            if model.table.trainable():
+                self._training().loop.guard.resolve()
+            return export_model(model, provider, self.context, path, mapper=mapper, dtype=dtype, max_shard_size=max_shard_size)
 
     def describe(self) -> Description:
         """The parts, the batch arithmetic, parameter counts, the mesh, and who listens to what; shows as a table in a notebook."""
@@ -380,11 +386,18 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
-        if "_saver" in vars(self):
-            self._saver.close()
-        if self._parts is not None and self._parts.training is not None:
-            self._parts.training.loop.stream.close()
-        self.recipe.data.close()
-        self.recipe.task.finalize()
-        if "context" in vars(self):
-            self.context.close()
+        with ExitStack() as closing:  # each of them whatever another one raises, the last one first
+            if "context" in vars(self):
+                closing.callback(self.context.close)
+            closing.callback(self.recipe.task.finalize)
+            closing.callback(self.recipe.data.close)
+            if self._parts is not None and self._parts.training is not None:
+                closing.callback(self._parts.training.loop.stream.close)
+                closing.callback(self._parts.training.loop.gradients.close)
+            if "_saver" in vars(self):
+                closing.callback(self._saver.close)
+
+
+def _text(path: object) -> str:
+    """A path, as the same text for each of its types."""
+    return repr(os.fspath(path) if isinstance(path, str | os.PathLike) else path)

@@ -24,12 +24,12 @@ KEYS = ("exp_avg", "exp_avg_sq")
 
 
 class Small(nn.Module):
-    """Rows of 3 and 5, of which some rank of 4 has none, and a vector that is not cut by tensor parallelism."""
+    """Rows of 2, 3 and 5, of which some rank of 4 has none, and a vector that is not cut by tensor parallelism."""
 
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(4, 5), nn.Linear(5, 3, bias=False)
-        self.norm = nn.LayerNorm(3)
+        self.norm, self.pair = nn.LayerNorm(3), nn.Linear(3, 2)
 
 
 def full_values():
@@ -47,7 +47,7 @@ def distributed(context):
     if sizes["tp"] > 1:
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel(), "pair": ColwiseParallel()})
     if sizes["dp_cp_shard"] > 1:
         from torch.distributed.fsdp import fully_shard
 

@@ -43,7 +43,7 @@ class Parts(DataProvider):
     can say."""
 
     def __init__(self, lengths, form="lists", fails_at=None):
-        self.lengths, self.form, self.fails_at = lengths, form, fails_at
+        self.lengths, self.form, self.fails_at, self.given = lengths, form, fails_at, []
 
     def setup(self, context, seed):
         self.rank, self.length = context.data_rank, self.lengths[context.data_rank]
@@ -56,12 +56,14 @@ class Parts(DataProvider):
 
     def packs(self, position):
         epoch = (position or {}).get("epoch", 0)
+        assert (position or {}).get("rank", self.rank) == self.rank, "that is the position of another rank"
         for index in range((position or {}).get("line", 0), self.length):
             if self.fails_at == (self.rank, index):
                 self.fails_at = None
                 raise ValueError("sample is broken")
             microbatches = [torch.tensor([100 * self.rank + 10 * index + epoch])] * (1 + self.rank)
-            after, is_last = {"epoch": epoch, "line": index + 1}, index + 1 == self.length
+            after, is_last = {"epoch": epoch, "line": index + 1, "rank": self.rank}, index + 1 == self.length
+            self.given.append(index)
             if self.form == "lists":
                 yield microbatches
             elif self.form == "positions":
@@ -220,13 +222,17 @@ def test_streams_that_start_anew_depend_on_the_step_and_the_rank():
 
 def uneven_job(form, prefetch):
     with logged() as lines:
-        stream, context = open_stream(Parts([3, 2], form), prefetch=prefetch, max_epochs=2)
+        parts = Parts([3, 2], form)
+        stream, context = open_stream(parts, prefetch=prefetch, max_epochs=2)
         assert (stream.num_packs(), stream.packs_left()) == (2, 4)
         packs, places = [], [stream.state_dict()]
         for pack in iter(stream.next, None):
             packs.append((pack.epoch, values(pack), pack.num_on_all, pack.is_last))
             places.append(stream.state_dict())
         assert stream.next() is None and stream.reached_max_epochs
+    if form == "all":
+        assert parts.given == [0, 1, 0, 1], "nothing is read that is known to be left out"
+        assert places[2] == {"epoch": 1, "packs": 0, "position": {"epoch": 1}}
     for stop, place in enumerate(places):
         again, _ = open_stream(Parts([3, 2], form), prefetch=2 - prefetch, max_epochs=2, state=None, context=context)
         again.load_state_dict(_all_states(place, context))

@@ -31,7 +31,9 @@ def gradients_of(module: nn.Module, context: Any, *, mode: str = "microbatch", *
     return Gradients(ParameterTable([module]).trainable(), context=context, sync=sync, **settings)
 
 
-def run_pack(gradients: Gradients, losses: Sequence[Callable[[], torch.Tensor]], weight: float = 1, flag: torch.Tensor | None = None) -> None:
+def run_pack(
+    gradients: Gradients, losses: Sequence[Callable[[], torch.Tensor]], weight: float = 1, flag: torch.Tensor | None = None
+) -> None:
     """A pack of one microbatch per callable, which makes its loss; then everything up to the division."""
     for index, loss in enumerate(losses):
         gradients.begin_microbatch(index == len(losses) - 1)

@@ -138,6 +138,16 @@ def test_only_the_first_error_of_a_rank_counts(pair):
     assert [entry.error for entry in FailureLog(pair[0]._log._store).read()] == ["ValueError: first"]
 
 
+def test_an_error_is_reported_before_the_way_out(pair):
+    """Contract 41: closing may take long, and the others should not wait for it."""
+    with pytest.raises(ValueError), pair[0].section():
+        error = ValueError("first")
+        pair[0].report(error)
+        assert [entry.error for entry in FailureLog(pair[0]._log._store).read()] == ["ValueError: first"]
+        raise error
+    assert [entry.error for entry in FailureLog(pair[0]._log._store).read()] == ["ValueError: first"]
+
+
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), Interrupted("in order"), SystemExit(0)])
 def test_an_end_that_comes_to_all_ranks_is_no_failure(pair, end):
     """Design decision 7: after Ctrl-C and SIGTERM all ranks end in order; whoever is first must not end the others."""

@@ -33,7 +33,7 @@ def job_exchange() -> list:
         host.sum([1.0, float(rank), 0.1]),
         third(),
         host.sum([]),
-        host.exchange({"rank": rank}),
+        host.exchange({"rank": rank}) if host.gather(rank) == ([0, 1, 2] if rank == 0 else None) else "wrongly gathered",
         host.broadcast([f"from {rank}"]),
         first is host.for_background() and first is not build().data_group,
     ]

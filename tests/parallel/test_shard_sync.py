@@ -187,9 +187,9 @@ def test_every_pass_takes_the_parameters_as_they_are(mode):
     assert run_on_ranks(2, evaluation_job, mode) == 2 * [[12.0, 24.0, 24.0, 4.0]]
 
 
-def abort_job(shape, mode, where):
+def abort_job(shape, mode, where, reduce_dtype):
     """A pack that fails in its second microbatch, in the forward or the backward; then one that does not."""
-    model = sharded_parts(make_mesh(**shape), "a", torch.float32)
+    model = sharded_parts(make_mesh(**shape), "a", reduce_dtype)
     sync = FSDPSync(fsdp_units(model), mode)
 
     def fails():
@@ -213,9 +213,10 @@ def fail(*_):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_of_an_aborted_pack_reaches_the_next(mode, where):
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_nothing_of_an_aborted_pack_reaches_the_next(mode, where, reduce_dtype):
     """Contract 24: gradients that were accumulated or partly reduced are gone, and the first pack begins as any other."""
-    assert run_on_ranks(4, abort_job, {"replicate": 2, "shard": 2}, mode, where) == 4 * [[12.0, 16.0, 0.0]]
+    assert run_on_ranks(4, abort_job, {"replicate": 2, "shard": 2}, mode, where, reduce_dtype) == 4 * [[12.0, 16.0, 0.0]]
 
 
 def unused_reset_job(mode):

@@ -45,15 +45,15 @@ class Net(nn.Module):
 
 
 class Fit(Task):
-    """A batch is (x, how many of its rows count); the loss is a mean over those. `weigh`: "declared", "returned", or "terms", where the
-    auxiliary term counts only in microbatches of more than two rows, and is nan in others."""
+    """A batch is (x, how many of its rows count); the loss is a mean over those. `weigh`: "declared", "returned", or "terms", with an
+    auxiliary term for each number of rows, which is nan and does not count where there are only two."""
 
     def __init__(self, weigh="declared"):
         self.weigh, self.calls, self.updates = weigh, [], 0
 
     def build_forward_inputs(self, batch):
         x, count = batch
-        weight = {"declared": count, "terms": {"main": count, "aux": len(x) if len(x) > 2 else 0}}.get(self.weigh)
+        weight = {"declared": count, "terms": {"main": count, f"aux{len(x)}": len(x) if len(x) > 2 else 0}}.get(self.weigh)
         return ForwardInputs(inputs=x, state=batch, weight=weight)
 
     def compute_loss(self, pipeline_results, state):
@@ -63,7 +63,7 @@ class Fit(Task):
         if self.weigh == "returned":
             return Loss(main, count)
         aux = pipeline_results["aux"].square().mean()
-        return main if self.weigh == "declared" else {"main": main, "aux": aux if len(x) > 2 else aux * float("nan")}
+        return main if self.weigh == "declared" else {"main": main, f"aux{len(x)}": aux if len(x) > 2 else aux * float("nan")}
 
     def metrics(self):
         return {"rows": Mean()}
@@ -110,7 +110,7 @@ def gradients(model, weight):
 PARTS = [  # microbatches of rank 0 and rank 1: unequal numbers, one that does not count, none at all
     ([rows(0, 3), rows(9, 2), rows(15, 3)], [rows(40, 2)]),
     ([rows(0, 3), rows(9, 2, 0)], [rows(40, 2, 0), rows(60, 4)]),
-    ([], [rows(40, 2), rows(60, 4)]),
+    ([], [rows(40, 2), rows(60, 5)]),
     ([rows(0, 2, 0)], [rows(40, 4)]),
 ]
 FILLER = rows(90, 2)
@@ -270,7 +270,7 @@ def refusals_job():
 
 def test_what_cannot_be_filled_up_says_why():
     for opaque, empty in run_on_ranks(2, refusals_job):
-        assert "returned a Opaque" in opaque and "dataclass" in opaque
+        assert "no tensor with a graph" in opaque and "dataclass" in opaque
         assert "Pack.filler is None" in empty
 
 

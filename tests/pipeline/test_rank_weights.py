@@ -128,8 +128,8 @@ def test_tensor_peers_count_once():
 
 def mixed_job(first):
     context = MeshStrategy().build()
-    model = Scalar(1.0)
-    runner = SequentialRunner(lambda inputs, shared: model(inputs), context)
+    model, calls = Scalar(1.0), []
+    runner = SequentialRunner(lambda inputs, shared: calls.append(inputs) or model(inputs), context)
     said = []
     for step in range(2):
         differs = step == 1 or first
@@ -139,6 +139,7 @@ def mixed_job(first):
             runner.run_pack(Pack(microbatches(t(1, 2))), Weighed(weigh), {}, losses=None)
         except ConfigurationError as error:
             said.append((step, str(error)))
+        assert len(calls) == (0 if first else step + 1), "ranks that do not fit do not begin"
     return said
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import os
 import re
 import time
@@ -48,19 +47,8 @@ class SavePlannerOfCopies(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._copies = copies
 
-    def create_local_plan(self) -> SavePlan:
-        """Without the parts of a rank that holds nothing of a tensor: where these lie says nothing, and might be where others are."""
-        plan = super().create_local_plan()
-        self.plan = dataclasses.replace(plan, items=[item for item in plan.items if not _is_empty_part(item)])
-        return self.plan
-
     def lookup_object(self, index: MetadataIndex) -> Any:
         return super().lookup_object(index) if self._copies is None else self._copies[index.fqn]
-
-
-def _is_empty_part(item: WriteItem) -> bool:
-    data = item.tensor_data
-    return data is not None and math.prod(data.chunk.sizes) == 0 and math.prod(data.size) > 0
 
 
 def _in_words_for_all(method: F) -> F:

@@ -127,6 +127,10 @@ def difference(calls: Sequence[Call]) -> str:
 
 def absence(missing: Sequence[int], what: str, seconds: float) -> str:
     """Which ranks did not come to a call in time."""
-    named = ", ".join(map(str, missing[:MAX_NAMED])) + (" ..." if len(missing) > MAX_NAMED else "")
-    ranks = f"rank {named}" if len(missing) == 1 else f"ranks {named}"
-    return f"{ranks} did not come to {what} within {seconds:g} s; it is collective, call it on every rank"
+    return f"{name_ranks(missing)} did not come to {what} within {seconds:g} s; it is collective, call it on every rank"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Such as `rank 3` or `ranks 3, 4`; the first ones of many."""
+    named = ", ".join(map(str, ranks[:MAX_NAMED])) + (" ..." if len(ranks) > MAX_NAMED else "")
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"

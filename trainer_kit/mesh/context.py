@@ -44,6 +44,7 @@ class DistributedContext:
 
     local_rank: on its machine. node: number of its machine. data_rank: which samples it gets, of `num_data_ranks` parts.
     host: small exchanges between the ranks. failures: ends this rank when another one fails.
+    world: what several ranks hold open; None in one process.
     """
 
     strategy: MeshStrategy

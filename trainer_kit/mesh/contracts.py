@@ -47,8 +47,8 @@ def set_contract(parameter: torch.Tensor, mesh: DeviceMesh, kind: Kind) -> None:
         contract = Contract(kind, mesh.size((mesh.mesh_dim_names or ()).index(name)))
         if known.setdefault(name, contract) != contract:
             raise ModelError(
-                f"a parameter of shape {tuple(parameter.shape)} has the gradient contract {known[name].kind!r} along {name!r} and was to get "
-                f"{kind!r}; it was distributed twice along this dimension"
+                f"a parameter of shape {tuple(parameter.shape)} has the gradient contract {known[name].kind!r} along {name!r} and was to "
+                f"get {kind!r}; it was distributed twice along this dimension"
             )
     setattr(parameter, _ATTRIBUTE, known)
 

@@ -34,6 +34,10 @@ class Failures(Protocol):
         """Write the error that ends this rank's call where the other ranks see it. The first of a section counts. Never raises."""
         ...
 
+    def report(self, error: BaseException) -> None:
+        """This error is about to end the section: say so now, before what the way out of it does. Never raises."""
+        ...
+
     def check(self) -> None:
         """Raise StateError if another rank failed. Costs one truth test."""
         ...
@@ -47,6 +51,9 @@ class NoFailures:
         return nullcontext()
 
     def tell(self, error: BaseException) -> None:
+        """See Failures."""
+
+    def report(self, error: BaseException) -> None:
         """See Failures."""
 
     def check(self) -> None:
@@ -77,7 +84,7 @@ class FailureWatch:
         self.section_number = 0  # ranks count alike; `HostChannel.agree` evens out what an error put in disorder
         self.failed = False  # whether the last section ended by an error
         self.settled = 0  # the last section that failed here too: what other ranks tell of it is no news
-        self._told = False
+        self._told = self._reported = False
         self._failure: Failure | None = None  # of another rank, unsettled
         self._raised = False
         self._inside = False
@@ -90,15 +97,14 @@ class FailureWatch:
             yield
             return
         self.section_number += 1
-        self._inside, self._told, self._raised, self.failed = True, False, False, False
+        self._inside, self._told, self._reported, self._raised, self.failed = True, False, False, False, False
         left = threading.Event()
         thread = threading.Thread(target=self._watch, args=(left,), name="trainer_kit-failures", daemon=True)
         thread.start()
         try:
             yield
         except BaseException as error:
-            if isinstance(error, Exception):  # Ctrl-C and the end by a signal come to all ranks
-                self._end_by(error)
+            self.report(error)
             self.settled, self._failure, self.failed = self.section_number, None, True
             raise
         finally:
@@ -126,8 +132,11 @@ class FailureWatch:
         except RuntimeError as gone:  # torch's DistError is one
             error.add_note(f"the other ranks could not be told of this error, the store does not answer: {gone}")
 
-    def _end_by(self, error: Exception) -> None:
-        """An error ends the section here. It may be only what the failure of another rank looks like from this one."""
+    def report(self, error: BaseException) -> None:
+        """See Failures. The error may be only what the failure of another rank looks like from this one."""
+        if not self._inside or self._reported or not isinstance(error, Exception):
+            return  # Ctrl-C and the end by a signal come to all ranks
+        self._reported = True
         if not self._raised:
             self.look()
             if self._failure is not None and not is_same(self._failure, error):

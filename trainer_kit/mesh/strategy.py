@@ -25,6 +25,8 @@ class MeshStrategy(BaseModel):
 
     Without a launcher the world is one process, and the default needs no process group.
     `device` is a device or its type, such as "cpu"; None takes the accelerator if there is one. A given name always wins.
+    `fsdp_sync`: FSDP gathers weights and reduces gradients in each microbatch, or once per pack, which takes memory for whole ones.
+    `backend`: of torch.distributed, such as "cpu:gloo,cuda:nccl"; None takes gloo, and on an accelerator its own next to it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)

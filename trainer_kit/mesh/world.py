@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.mesh.attempt import join_attempt
 from trainer_kit.mesh.domains import Domain
 from trainer_kit.mesh.failure import FailureWatch
 from trainer_kit.mesh.groups import groups_under
@@ -22,8 +21,6 @@ from trainer_kit.torch_private import abort_process_groups, default_store, forge
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
-
-_starts = itertools.count()  # of process groups in this process; all ranks start as many
 
 
 class World:
@@ -79,8 +76,8 @@ def start_process_group(place: Place, device_type: str, backend: str | None, tim
     if backend is None:  # host-side collectives need gloo next to what the device has
         default = dist.get_default_backend_for_device(device_type)
         backend = default if device_type == "cpu" else f"cpu:gloo,{device_type}:{default}"
-    attempt = f"trainer_kit/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/start-{next(_starts)}"
-    store = open_store(place, attempt, timeout)
+    store = dist.PrefixStore("trainer_kit", open_store(place, timeout))
+    store = dist.PrefixStore(join_attempt(store, place, timeout.total_seconds()), store)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
 
 

@@ -48,8 +48,8 @@ def scatter_sum(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     num_ranks = mesh.size()
     if x.dim() < 3 or x.shape[SEQUENCE_DIM] % num_ranks:
         raise ModelError(
-            f"an activation of shape {tuple(x.shape)} cannot be cut along its sequence over tp={num_ranks} ranks; expected (B, T, ...), T a "
-            f'multiple of {num_ranks}. Pad the batches, or take the "sequence" modules out of the plan of parallelize_tensor'
+            f"an activation of shape {tuple(x.shape)} cannot be cut along its sequence over tp={num_ranks} ranks; expected (B, T, ...), "
+            f'T a multiple of {num_ranks}. Pad the batches, or take the "sequence" modules out of the plan of parallelize_tensor'
         )
     part = Shard(SEQUENCE_DIM)
     return _Move.apply(x, mesh, (Partial(), part), (part, Replicate()))

@@ -139,9 +139,8 @@ def _cut_weights(module: nn.Module, mesh: DeviceMesh, chosen: Mapping[str, Style
         for attribute, old in list(owner.named_parameters(recurse=False)) if style != "sequence" else ():
             placement = Shard(0) if style != "row" else Shard(1) if attribute == "weight" else Replicate()
             if old not in placed:
-                # Every rank has the values, so nothing is sent. Cloned, or a part would keep the memory of the whole.
-                local = distribute_tensor(old.detach(), mesh, [placement], src_data_rank=None).clone()
-                placed[old] = nn.Parameter(local, requires_grad=old.requires_grad)
+                part = distribute_tensor(old.detach(), mesh, [placement], src_data_rank=None)  # every rank has the values: nothing is sent
+                placed[old] = nn.Parameter(part, requires_grad=old.requires_grad)
                 vars(placed[old]).update(vars(old))
             setattr(owner, attribute, placed[old])
 

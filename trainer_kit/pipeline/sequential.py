@@ -168,7 +168,7 @@ class SequentialRunner:
             ends = ends_of(outputs, self._context.take_losses())
             if training:
                 self._totals.before_backward()
-                check_roots(ends, outputs)
+                check_roots(ends)
                 run_backward(tuple(ends), tuple(zeros_for(ends)))
 
     def evaluate_pack(self, pack: Pack, task: Task, metrics: dict[str, Metric], losses: LossSums) -> None:
@@ -243,7 +243,7 @@ class SequentialRunner:
         counted = [term for term in terms if isinstance(term.start, torch.Tensor) or term.start]
         losses = [term.loss for term in counted]
         more = not_reached(losses, ends)
-        check_roots(losses + more, None)
+        check_roots(losses + more)
         run_backward((*losses, *more), (*(self._start(term) for term in counted), *zeros_for(more)))
 
     def _start(self, term: Term) -> torch.Tensor:

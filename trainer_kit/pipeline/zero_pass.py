@@ -66,11 +66,10 @@ def zeros_for(ends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.zeros_like(end) for end in ends]
 
 
-def check_roots(roots: Sequence[torch.Tensor], outputs: Any) -> None:
+def check_roots(roots: Sequence[torch.Tensor]) -> None:
     """Raise ModelError if no backward can start, for whose collectives the other ranks would wait."""
     if not roots:
         raise ModelError(
-            f"the model returned a {type(outputs).__name__} without any tensor that has a graph, but on this mesh each rank must run a "
-            "backward through the output, also for a microbatch that does not count; return tensors, or a mapping, sequence or "
-            "dataclass of them"
+            "the output of the model holds no tensor with a graph, but on this mesh each rank must run a backward through the output, also "
+            "where no loss counts; let forward() return tensors, or a mapping, sequence or dataclass of them"
         )

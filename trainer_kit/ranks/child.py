@@ -34,5 +34,5 @@ def become_rank(output: int | None) -> None:
 
 
 def _stream(fd: int) -> io.TextIOWrapper:
-    """Unbuffered: what a rank printed is out when it is killed."""
-    return io.TextIOWrapper(open(fd, "wb", 0, closefd=False), "utf-8", "backslashreplace", write_through=True)
+    """As Python makes it, but by lines, so that what a rank printed is out when it is killed, and lines of ranks do not mix."""
+    return io.TextIOWrapper(open(fd, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)

@@ -6,6 +6,7 @@ and it is the main thread of the rank. Before editing: that thread must live unt
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import queue
@@ -109,6 +110,8 @@ class DirectRanks:
         except BaseException:  # nothing is above this frame that could show it
             traceback.print_exc()
         finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(code)
 
 
@@ -124,5 +127,5 @@ def _leave_notebook(streams: tuple[object, object]) -> None:
             if getattr(shell, "kernel", None) is not None:
                 shell.kernel.clear_instance()
             shell.clear_instance()
-    for name in ("tqdm.auto", "tqdm.autonotebook"):
-        sys.modules.pop(name, None)  # they chose a bar for the notebook when they were imported
+    sys.modules.pop("tqdm.auto", None)  # it chose a bar of widgets when it was imported
+    sys.modules["tqdm.autonotebook"] = importlib.import_module("tqdm.std")

@@ -92,7 +92,10 @@ def serve(connection: Connection) -> None:
             data = connection.recv_bytes()
         except (EOFError, ConnectionResetError):
             os._exit(0)  # without waiting for threads and groups that jobs left behind
-        connection.send_bytes(pickle.dumps(_do(pickle.loads(data), group)))
+        answer = pickle.dumps(_do(pickle.loads(data), group))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(answer)
 
 
 def _do(job: Job, group: _Group) -> Returned | Raised:
