@@ -259,6 +259,7 @@ def test_what_is_exported_is_there_and_described():
         "trainer_kit.optim",
         "trainer_kit.metrics",
         "trainer_kit.data",
+        "trainer_kit.parallel",
         "trainer_kit.weights",
     ):
         module = importlib.import_module(package)

@@ -19,7 +19,7 @@ from trainer_kit.checkpoint.writer import CheckpointWriter
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.mesh.layout import local_of
 from trainer_kit.metrics import Sum
-from trainer_kit.optim import SGD, AdamW
+from trainer_kit.optim import SGD, AdamW, Muon
 from trainer_kit.testing import run_on_ranks
 
 
@@ -150,6 +150,31 @@ def test_what_does_not_fit_is_refused_on_every_rank(tmp_path, which, said):
     results = run_on_ranks(2, job_refused, str(tmp_path / "run"), which)
     assert results[0] == results[1]
     assert said in results[0][0] and results[0][1]
+
+
+def job_lost_moment(folder):
+    """A moment of one whole matrix is missing, which only the rank that updates this matrix can notice."""
+    muon = {"model": without_noise, "optimizer": Muon(lr=0.02), "dp_shard": 2}
+    trainer = make(folder, total_steps=1, **muon)
+    trainer.fit()
+    saved = f"{folder}/step-00000001"
+    trainer.load_checkpoint(saved)
+    if trainer.context.is_main:
+        manifest = read_manifest(saved)
+        lost = "optimizer/tensors/first.weight/momentum_buffer"
+        (Path(saved) / "manifest.json").write_bytes(manifest.without([lost]).encode())
+    trainer.context.host.barrier()
+    try:
+        trainer.load_checkpoint(saved)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def test_what_does_not_fit_on_one_rank_is_refused_on_all(tmp_path):
+    """B25, contract 41: each matrix of Muon has its state on one rank alone."""
+    results = run_on_ranks(2, job_lost_moment, str(tmp_path))
+    assert results[0] == results[1] and "missing 'first.weight/momentum_buffer'" in results[0]
 
 
 class OfOneRank(Callback):

@@ -27,7 +27,7 @@ from trainer_kit.ranks.processes import Rank, Template, import_path
 
 _LEAVE_TIMEOUT = 3.0  # seconds for the ranks to take down their group after an error
 _DUMP_TIMEOUT = 1.0  # seconds for hanging ranks to say where they are
-_MAX_OUTPUT = 20_000  # characters of what a rank printed, from the end
+_MAX_OUTPUT = 20_000  # bytes of what a rank printed, from the end
 _MAX_JOBS = 100  # with one process group: the groups that jobs add to it hold threads and sockets
 
 
@@ -70,13 +70,13 @@ class Pool:
             try:
                 self._prepare(num_ranks)
                 outcomes = self._ask(call, num_ranks, timeout)
-                printed = {number: self._printed(number) for number in outcomes}
+                printed = {number: self._printed(number)[-_MAX_OUTPUT:].decode(errors="replace") for number in outcomes}
                 outcomes = self._with_stacks(outcomes)
                 self._trust(outcomes)
             except BaseException:  # Ctrl-C, for one: the ranks are in the middle of a job
                 self._kill()
                 raise
-        return results(call.qualname, outcomes, lambda number: printed[number].decode(errors="replace")[-_MAX_OUTPUT:])
+        return results(call.qualname, outcomes, printed)
 
     def _prepare(self, num_ranks: int) -> None:
         """Enough living ranks, and a store for a new process group if they need one."""
@@ -147,8 +147,10 @@ class Pool:
         self._ranks, self._outputs, self._num_ranks = [], [], 0
         if self._template is not None:
             self._template.kill(ranks)
-        for part in (*ranks, *outputs):
-            part.close()
+        for rank in ranks:
+            rank.close()
+        for output in outputs:
+            output.close()
 
     def close(self) -> None:
         """End everything that was started. A further job starts anew."""

@@ -8,13 +8,14 @@ from torch import nn
 
 from trainer_kit.exceptions import ConfigurationError, UnsupportedError
 from trainer_kit.optim import AdamW, CombinedOptimizer, Muon, StochasticAdamW, build_optimizer
+from trainer_kit.optim.wide_muon import WideMuon
 
 SHAPES = {
     "embed_tokens.weight": (8, 4), "layers.0.attention.output.dense.weight": (4, 4), "layers.0.norm.weight": (4,),
     "layers.0.mlp.weight": (6, 4), "layers.0.mlp.bias": (6,), "layers.0.experts": (2, 4, 4), "lm_head.weight": (8, 4),
 }  # fmt: skip
 MATRICES = ["layers.0.attention.output.dense.weight", "layers.0.mlp.weight"]
-PROVIDER = Muon(lr=0.02, weight_decay=0.1, adjust_lr="match_rms_adamw", rest=AdamW(lr=0.01, weight_decay=0.0))
+PROVIDER = Muon(lr=0.02, weight_decay=0.1, adjust_lr="match_rms_adamw", orthogonalise_in="bf16", rest=AdamW(lr=0.01, weight_decay=0.0))
 
 
 def make_parameters():
@@ -41,6 +42,35 @@ def test_parity_with_muon_and_adamw_run_separately():
         adamw.step()
     for name in SHAPES:
         assert torch.equal(ours[name], plain[name]), name
+
+
+def newton_schulz(matrix, steps=5):
+    """The formula in double precision, by the singular values: each one goes through the polynomial."""
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / s.norm()
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ v
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("adjust_lr", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_update_in_the_dtype_of_the_parameter(dtype, tolerance, adjust_lr, nesterov):
+    """Against the closed form of two steps; the small digits of the gradient stay."""
+    weight = nn.Parameter(torch.randn(6, 4, dtype=dtype, generator=torch.Generator().manual_seed(0)))
+    gradients = [torch.randn(6, 4, dtype=dtype, generator=torch.Generator().manual_seed(k)) for k in (1, 2)]
+    provider = Muon(lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr=adjust_lr, nesterov=nesterov)
+    optimizer = build_optimizer(provider, [("layer.weight", weight)])
+    expected, average = weight.detach().double().clone(), torch.zeros(6, 4, dtype=torch.float64)
+    scale = 0.2 * 6**0.5 if adjust_lr == "match_rms_adamw" else 1.5**0.5
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+        average = 0.9 * average + 0.1 * gradient.double()
+        direction = 0.1 * gradient.double() + 0.9 * average if nesterov else average
+        expected = (1 - 0.02 * 0.1) * expected - 0.02 * scale * newton_schulz(direction)
+    assert torch.allclose(weight.double(), expected, rtol=0, atol=tolerance)
 
 
 def test_it_behaves_as_one_optimizer_of_torch():
@@ -102,7 +132,7 @@ def test_patterns_move_matrices_to_the_rest():
     assert isinstance(optimizer, CombinedOptimizer)
     assert optimizer.param_groups[0]["param_names"] == ["layers.0.mlp.weight"]
     only = build_optimizer(Muon(), [("layer.weight", nn.Parameter(torch.ones(3, 3)))])
-    assert type(only) is torch.optim.Muon
+    assert type(only) is WideMuon
 
 
 @pytest.mark.parametrize(

@@ -154,10 +154,13 @@ class DataStream:
 
         If positions hold for one number of data ranks only and that has changed, the epoch starts anew, with a warning.
         """
+        self._go_on_from(self._own_place(state))
+
+    def _go_on_from(self, place: Place) -> None:
         self._stop_fetching()
         self._queue.clear()
-        self._before = self._head = self._tail = self._own_place(state)
-        self.epoch = self._head.last_epoch
+        self._before = self._head = self._tail = place
+        self.epoch = place.last_epoch
 
     def _own_place(self, state: dict[str, Any]) -> Place:
         saved = state["ranks"] if set(state) == {"ranks"} else [state]
@@ -181,7 +184,7 @@ class DataStream:
         if self._provider.num_epochs == 1 and self._before is not self._head:
             _log.warning("the pack of the failed step is lost: %s can be read only once", self._name)
             return
-        self.load_state_dict(self._before.state_dict())
+        self._go_on_from(Place.from_state(self._before.state_dict()))  # of this rank alone
 
     def close(self) -> None:
         """End workers and iterators. Packs fetched already are kept, and `next` goes on where it was."""

@@ -1,4 +1,4 @@
-"""The provider of Muon: torch's Muon for the matrices of the hidden layers, an AdamW for everything else.
+"""The provider of Muon: Muon for the matrices of the hidden layers, an AdamW for everything else.
 
 Which matrices are embeddings and heads is told by name: no shape says it. Check `param_groups` if your names are unusual.
 """
@@ -19,6 +19,7 @@ from trainer_kit.optim.kernels import check_dtypes
 from trainer_kit.optim.provider import NamedParameters
 from trainer_kit.optim.stochastic import StochasticAdamW
 from trainer_kit.optim.torch_optimizers import AdamW, GroupedSettings
+from trainer_kit.optim.wide_muon import WideMuon
 
 # Module names of common models: an embedding anywhere in the path, a head as its first or last module ("output" in between is a
 # part of an attention block in some).
@@ -27,7 +28,10 @@ HEADS = ("head", "*_head", "classifier", "output")
 
 
 class Muon(GroupedSettings):
-    """torch.optim.Muon (Jordan, https://kellerjordan.github.io/posts/muon/) for matrices, `rest` for all other parameters.
+    """Muon (Jordan, https://kellerjordan.github.io/posts/muon/) for matrices, `rest` for all other parameters.
+
+    orthogonalise_in: "fp32", or wider where the parameters are; or "bf16", which is `torch.optim.Muon` and faster on accelerators. In
+    bf16 the update keeps two or three digits, so runs on different meshes drift apart.
 
     rest: the optimizer of vectors, of everything that is not two-dimensional, of embeddings and heads (by name), and of `rest_patterns`.
     rest_patterns: further parameters for `rest`, by name pattern.
@@ -44,13 +48,15 @@ class Muon(GroupedSettings):
     num_newton_schulz: int = Field(default=5, ge=1, lt=100)
     eps: float = Field(default=1e-7, gt=0)
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
+    orthogonalise_in: Literal["fp32", "bf16"] = "fp32"
     rest: Annotated[AdamW | StochasticAdamW, Field(discriminator="name")] = Field(default_factory=AdamW)
     rest_patterns: tuple[str, ...] = ()
 
     def build(self, parameters: NamedParameters) -> torch.optim.Optimizer:
         matrices, others = self._split(parameters)
         check_dtypes("Muon", matrices)
-        muon = torch.optim.Muon(
+        made = WideMuon if self.orthogonalise_in == "fp32" else torch.optim.Muon
+        muon = made(
             self.param_groups(matrices), lr=self.lr, weight_decay=self.weight_decay, momentum=self.momentum, nesterov=self.nesterov,
             eps=self.eps, ns_steps=self.num_newton_schulz, adjust_lr_fn=self.adjust_lr,
         )  # fmt: skip

@@ -54,7 +54,7 @@ class Launch:
     def run(self) -> list[Any]:
         """The results by rank."""
         try:
-            return results("launch", self._outcomes(), output_of=lambda rank: "")
+            return results("launch", self._outcomes(), printed={})
         finally:
             self._starter.close()
             self._relay.close()

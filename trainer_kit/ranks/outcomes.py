@@ -10,7 +10,7 @@ import pickle
 import reprlib
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -93,8 +93,8 @@ def _locals_of(frame: FrameType) -> str:
     return "where\n" + "".join(lines) if lines else ""
 
 
-def results(caller: str, outcomes: Mapping[int, Outcome], output_of: Callable[[int], str]) -> list[Any]:
-    """The values by rank, or a StateError made of everything that went wrong. `output_of` gives what a rank printed."""
+def results(caller: str, outcomes: Mapping[int, Outcome], printed: Mapping[int, str]) -> list[Any]:
+    """The values by rank, or a StateError made of everything that went wrong, with what the ranks printed as far as it is known here."""
     failed = sorted((rank for rank in outcomes if not isinstance(outcomes[rank], Returned)), key=lambda rank: _order(rank, outcomes[rank]))
     if not failed:
         return [pickle.loads(outcomes[rank].value) for rank in sorted(outcomes)]  # type: ignore[union-attr]
@@ -103,9 +103,7 @@ def results(caller: str, outcomes: Mapping[int, Outcome], output_of: Callable[[i
     same = [rank for rank in others if _summary(outcomes[rank]) == _summary(outcomes[first]) is not None]
     parts += [f"so did rank {', '.join(map(str, same))}"] if same else []
     parts += [f"rank {rank} {_say(outcomes[rank], whole=False)}" for rank in others if rank not in same]
-    for rank in sorted(outcomes):
-        if output := output_of(rank).strip():
-            parts.append(f"rank {rank} printed:\n{output}")
+    parts += [f"rank {rank} printed:\n{printed[rank].strip()}" for rank in sorted(printed) if printed[rank].strip()]
     raise StateError("\n\n".join(parts)) from _cause(outcomes[first])
 
 
