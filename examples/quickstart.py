@@ -2,6 +2,7 @@
 
     pip install -e .
     python examples/quickstart.py                  # on the accelerator if there is one, else on the CPU (a minute or two)
+    torchrun --nproc-per-node 2 examples/quickstart.py      # the same run on two ranks
     tensorboard --logdir runs/quickstart           # the curves
 
 The text is Python's own manual, which comes with every Python. All that the run writes is in `--out`: checkpoints, logs, and the
@@ -71,8 +72,10 @@ try:
 except KeyboardInterrupt:
     sys.exit(f"stopped and saved after {trainer.step} steps; start it again to go on")
 
-# 5. Export the weights to a file that other tools read too, and read it into a fresh model.
+# 5. Export the weights to a file that other tools read too (all ranks take part), and read it into a fresh model.
 (file_name,) = trainer.export(args.out / "model")
+if not trainer.context.is_main:
+    sys.exit()
 model = make_model()
 model.load_state_dict(load_file(args.out / "model" / file_name))
 

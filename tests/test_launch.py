@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import subprocess
@@ -11,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
 import trainer_kit
-from trainer_kit import MeshStrategy, launch
+from trainer_kit import launch
 from trainer_kit.exceptions import ConfigurationError, StateError, UnsupportedError
-from trainer_kit.ranks import collecting
+from trainer_kit.ranks import collecting, launching
 from trainer_kit.testing import run_on_ranks
 
 REPOSITORY = Path(__file__).parents[1]
@@ -45,27 +45,6 @@ def write_down(folder: Path) -> None:
     path.rename(path.with_suffix(".pid"))
 
 
-def place(data: torch.Tensor, folder: Path) -> tuple[torch.Tensor, list[str], int]:
-    write_down(folder)
-    context = MeshStrategy().build()
-    total = data * (context.rank + 1)
-    dist.all_reduce(total)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    return total, [os.environ[name] for name in names], torch.get_num_threads()
-
-
-def test_results_come_by_rank(tmp_path, monkeypatch):
-    """The sum in closed form; the cores are shared out; nothing is left."""
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    data = torch.tensor([1.0, -2.0])
-    for rank, (total, variables, num_threads) in enumerate(launch(place, 2, data, tmp_path)):
-        torch.testing.assert_close(total, data * 3)
-        assert variables == [str(rank), "2", str(rank), "2", "127.0.0.1"]
-        assert num_threads == max(1, len(os.sched_getaffinity(0)) // 2)
-    pids = pids_in(tmp_path, 2)
-    assert len(set(pids)) == 3 and all(is_gone(pid) for pid in pids)
-
-
 def fail(folder: Path) -> None:
     write_down(folder)
     if os.environ["RANK"] == "1":
@@ -73,13 +52,20 @@ def fail(folder: Path) -> None:
     time.sleep(60)
 
 
-def test_the_first_error_ends_all_ranks(tmp_path, monkeypatch):
+@pytest.fixture
+def in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only this process has runs in forks of it."""
+    monkeypatch.setattr(builtins, "get_ipython", None, raising=False)
+
+
+def test_the_first_error_ends_all_ranks(tmp_path, monkeypatch, in_a_notebook):
     """Contract 41, B135."""
     monkeypatch.setattr(collecting, "GRACE_AFTER_ERROR", 1.0)
     with pytest.raises(StateError, match=r"(?s)rank 1 of 2 raised ZeroDivisionError: on purpose.*in fail.*rank 0 had not") as caught:
-        launch(fail, 2, tmp_path)
+        launch(lambda: fail(tmp_path), 2)
     assert type(caught.value.__cause__) is ZeroDivisionError
-    assert all(is_gone(pid) for pid in pids_in(tmp_path, 2))
+    pids = set(pids_in(tmp_path, 2)) - {os.getpid()}
+    assert len(pids) == 2 and all(is_gone(pid) for pid in pids)
 
 
 def launch_inside() -> None:
@@ -102,23 +88,21 @@ def test_the_name_is_the_function_and_not_the_module():
     assert trainer_kit.launch is launch and callable(launch)
 
 
-def test_a_used_accelerator_is_refused_only_where_this_process_would_be_forked(monkeypatch):
+def test_a_used_accelerator_is_refused_only_where_this_process_would_be_forked(monkeypatch, in_a_notebook):
     """It does not survive a fork."""
-    from trainer_kit.ranks import launching
 
     class Module:
         is_initialized = staticmethod(lambda: True)
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    monkeypatch.setattr(sys.modules["builtins"], "get_ipython", None, raising=False)
     with pytest.raises(UnsupportedError, match="already uses cuda, which does not survive a fork"):
         launch(lambda: 1, 2)
     assert launching._call(fail, ()) is not None, "a function of a module needs no fork"
 
 
 SCRIPT = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from tests.test_launch import write_down
@@ -129,11 +113,12 @@ class Box:
         self.value = value
 
 def job(box):
-    total = torch.tensor(float(box.value))
-    MeshStrategy().build()
+    rank = MeshStrategy().build().rank
+    total = box.value * (rank + 1)
     dist.all_reduce(total)
     print("from a rank", sys.argv[2])
-    return Box(total.item())
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    return Box([total.tolist(), *(os.environ[name] for name in names), torch.get_num_threads()])
 
 def sleep(folder):
     write_down(folder)
@@ -144,22 +129,28 @@ def sleep(folder):
         raise
 
 if __name__ == "__main__":
-    print([box.value for box in launch(job, 2, Box(3))], flush=True)
+    for box in launch(job, 2, Box(torch.tensor([1.0, -2.0]))):
+        print(box.value)
     launch(sleep, 2, Path(sys.argv[1]))
 """
 
 
 def test_a_script_and_ctrl_c(tmp_path):
-    """Functions and classes of `__main__`; an interrupt reaches the ranks, ends them, and then the script."""
+    """Functions and classes of `__main__`: a sum in closed form. An interrupt reaches the ranks, ends them, and then the script."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, script, tmp_path, "argument"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True) as process:
+    del environment["OMP_NUM_THREADS"]
+    with subprocess.Popen(
+        [sys.executable, script, tmp_path, "argument"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
+    ) as process:
         pids = pids_in(tmp_path, 2)
         process.send_signal(signal.SIGINT)
         printed, errors = process.communicate(timeout=30.0)
-    assert printed.count("from a rank argument") == 2 and "[6.0, 6.0]" in printed
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    for rank in "01":
+        assert str([[3.0, -6.0], rank, "2", rank, "2", "127.0.0.1", threads]) in printed, errors
+    assert printed.count("from a rank argument") == 2
     assert printed.count("interrupted in order") == 2 and errors.rstrip().endswith("KeyboardInterrupt")
     assert process.returncode == -signal.SIGINT
     assert len(set(pids)) == 3 and all(is_gone(pid) for pid in pids)

@@ -25,7 +25,7 @@ from torch import nn
 from tests.support import MeanTask, Scalar, quiet_trainer, sgd
 from trainer_kit import AutoDataProvider, Callback, SupervisedTask, Trainer
 from trainer_kit.callbacks import EMA, Checkpoint, EarlyStopping, Evaluate, GradientClipping, JSONLines
-from trainer_kit.checkpoint import read_manifest, unflatten_state
+from trainer_kit.checkpoint import CheckpointSaver, read_manifest, unflatten_state
 from trainer_kit.checkpoint.per_rank import decode_state
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.metrics import Mean
@@ -426,6 +426,15 @@ def test_loading_a_part_beside_the_weights_leaves_the_averages_alone(tmp_path):
     before = {name: average.clone() for name, average in ema.averages.items()}
     trainer.load_checkpoint(tmp_path / "checkpoints" / "step-00000003", parts=["data"])
     assert all(torch.equal(average, before[name]) for name, average in ema.averages.items())
+
+
+def test_a_checkpoint_that_no_trainer_saved_is_refused(tmp_path):
+    """Contract 27: tensors alone, as `CheckpointSaver` writes them for others; the weights stay what they are."""
+    trainer = quiet_trainer(Scalar(2.0), MeanTask(), [t(1)])
+    CheckpointSaver().save(tmp_path / "c", {"model/w": torch.tensor(5.0)}, None, step=1)
+    with pytest.raises(CheckpointError, match="something else than a Trainer"):
+        trainer.load_checkpoint(tmp_path / "c", parts=["model"])
+    assert trainer.model.w.item() == 2.0
 
 
 class Counter(Callback):

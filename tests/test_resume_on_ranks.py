@@ -144,7 +144,7 @@ def job_refused(folder, which):
     return None
 
 
-@pytest.mark.parametrize("which, said", [("model", "belongs to another run"), ("optimizer", "optimizer state of the checkpoint is that of AdamW")])
+@pytest.mark.parametrize("which, said", [("model", "belongs to another run"), ("optimizer", "of the checkpoint is that of AdamW")])
 def test_what_does_not_fit_is_refused_on_every_rank(tmp_path, which, said):
     """Contract 27, B25: before anything changed."""
     results = run_on_ranks(2, job_refused, str(tmp_path / "run"), which)

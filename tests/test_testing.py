@@ -8,13 +8,12 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
 import types
 import warnings
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,11 +21,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
 
+from trainer_kit import testing
 from trainer_kit.exceptions import ConfigurationError, StateError
 from trainer_kit.ranks import collecting
 from trainer_kit.testing import run_on_ranks
-
-REPOSITORY = Path(__file__).parents[1]
 
 
 def weighted_sum(weights: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -320,23 +318,6 @@ def test_an_interrupt_ends_the_ranks_and_the_next_job_works():
     assert [place[1] for place in run_on_ranks(2, who)] == ["0", "1"]
 
 
-SCRIPT = """
-import os
-import torch, torch.distributed as dist
-from trainer_kit.testing import run_on_ranks
-
-def job():
-    total = torch.ones(1)
-    for _ in range(20):
-        dist.all_reduce(total)
-    return total.item(), os.getpid(), os.getppid()
-
-if __name__ == "__main__":
-    for _ in range(3):
-        print(*(value for answer in run_on_ranks(2, job) for value in answer))
-"""
-
-
 def double() -> tuple[float, int, int]:
     total = torch.ones(1)
     for _ in range(20):
@@ -344,30 +325,36 @@ def double() -> tuple[float, int, int]:
     return total.item(), os.getpid(), os.getppid()
 
 
-def test_processes_do_not_meet_and_leave_nothing_running(tmp_path):
-    """B136: no fixed port. Three pools at once: of a script that ends by itself, of a process that is killed, and of this one."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    ending = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment, text=True)
+def in_a_process(then: Callable[[], None]) -> tuple[int, list]:
+    """The pid of a forked process with ranks of its own, and the results it got from them; it does `then` afterwards."""
     reader, writer = os.pipe()
-    killed = os.fork()
-    if killed == 0:
-        os.write(writer, json.dumps(run_on_ranks(2, double)).encode())
-        signal.pause()
-    of_killed = [json.loads(os.read(reader, 4096))]
-    here = [run_on_ranks(2, double) for _ in range(3)]
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writer, json.dumps(run_on_ranks(2, double)).encode())
+            then()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with open(reader, "rb", 0) as results:
+        return pid, json.loads(results.read(4096))
+
+
+def close_and_leave() -> None:
+    testing._pool().close()
+    os._exit(0)
+
+
+def test_processes_do_not_meet_and_leave_nothing_running():
+    """B136: no fixed port. Pools of three processes at once; one of them is killed, one closes its pool."""
+    killed, first = in_a_process(signal.pause)
+    closing, second = in_a_process(close_and_leave)
+    here = run_on_ranks(2, double)
     os.kill(killed, signal.SIGKILL)
     os.waitpid(killed, 0)
-    printed = [[float(number) for number in line.split()] for line in ending.communicate()[0].splitlines()]
-    of_ending = [(line[:3], line[3:]) for line in printed]
-    assert ending.returncode == 0 and len(of_ending) == 3
-    assert all(answer[0] == 2.0**20 for answers in (*of_killed, *of_ending, *here) for answer in answers)
-    for answers in (of_killed, of_ending, here):
-        assert len(pids_of(answers)) == 3, "two ranks, and what they are forked from"
-    assert all(is_gone(pid) for pid in pids_of(of_killed) | pids_of(of_ending))
-    os.close(reader), os.close(writer)
-
-
-def pids_of(answers: list) -> set[int]:
-    return {int(pid) for ranks in answers for answer in ranks for pid in answer[1:]}
+    assert os.waitpid(closing, 0)[1] == 0
+    assert {answer[0] for answer in (*first, *second, *here)} == {2.0**20}
+    pids = {pid for answer in (*first, *second) for pid in answer[1:]}
+    assert len(pids) == 6, "two ranks each, and what they are forked from"
+    assert pids.isdisjoint(pid for answer in here for pid in answer[1:])
+    assert all(is_gone(pid) for pid in pids)

@@ -6,7 +6,8 @@ it, because what callbacks do then, and closing, may take long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -120,8 +121,8 @@ def telling(dispatcher: Dispatcher, run: RunState, report: Callable[[BaseExcepti
 
 
 @contextmanager
-def together(what: str, context: DistributedContext, run: RunState, detail: str = "") -> Iterator[None]:
-    """The block is a call that all ranks make, with the same `detail`. If not all do, or one fails, it ends on all of them.
+def together(what: str, context: DistributedContext, run: RunState, arguments: Mapping[str, object]) -> Iterator[None]:
+    """The block is a call that all ranks make, with the same arguments. If not all do, or one fails, it ends on all of them.
 
     A call inside of another one, as of a callback, is met in the same way, since the other ranks may not come to it.
     """
@@ -129,7 +130,10 @@ def together(what: str, context: DistributedContext, run: RunState, detail: str 
         yield
         return
     if run.failing:
-        raise StateError(f"{what} takes all ranks, and this one is on the way out of an error that the others may not have; leave it out")
+        raise StateError(
+            f"{what} takes all ranks, and this one is ending by an error that others may not have; leave it out of on_exception"
+        )
+    detail = ", ".join(f"{name}={_text(value)}" for name, value in arguments.items())
     if run.together:
         context.host.agree(what, detail)
         yield
@@ -141,3 +145,8 @@ def together(what: str, context: DistributedContext, run: RunState, detail: str 
             yield
     finally:
         run.together = False
+
+
+def _text(value: object) -> str:
+    """An argument, a path as the same text for each of its types."""
+    return repr(os.fspath(value) if isinstance(value, str | os.PathLike) else value)

@@ -54,6 +54,7 @@ class RunState:
 class Requests:
     """What callbacks asked for during a step, carried out after it, on all ranks together: evaluations first, then saves."""
 
+    run: RunState
     evaluate: Callable[..., Any]
     save: Callable[..., Any]
     boundary: Boundary
@@ -68,6 +69,8 @@ class Requests:
                 raise ConfigurationError(f"request({kind!r}, {name}=...): {nearest(name, ARGUMENTS[kind])}")
         if kind == "evaluate" and "data" not in arguments:
             raise ConfigurationError("request('evaluate'): data= is missing, the data to evaluate")
+        if self.run.failing:
+            raise StateError(f"nothing comes of a request ({kind}) of a run that is ending by an error; leave it out of on_exception")
         if kind == "evaluate" or (kind, arguments) not in self._pending:
             self._pending.append((kind, arguments))
 

@@ -135,7 +135,8 @@ class Trainer:
 
     @functools.cached_property
     def _requests(self) -> Requests:
-        return Requests(weakly(self._evaluate), weakly(self._save), boundary_of(self._run, self._saver, self.context, self._records))
+        boundary = boundary_of(self._run, self._saver, self.context, self._records)
+        return Requests(self._run, weakly(self._evaluate), weakly(self._save), boundary)
 
     @property
     def stages(self) -> list[nn.Module]:
@@ -213,7 +214,7 @@ class Trainer:
         if self._run.phase != "idle":
             raise StateError("fit() inside fit(); use trainer.stop() and call fit again")
         self.build()
-        with self._together("fit()", f"total_steps={total_steps!r}, resume={_text(resume)}"):
+        with self._together("fit()", total_steps=total_steps, resume=resume):
             closers = [callback.close for callback in self.callbacks]
             Fitting(self.recipe, self.strategy, self.context, self._model(), self._training(), self._saving(), self._requests, closers).fit(
                 total_steps, resume
@@ -273,7 +274,7 @@ class Trainer:
         Changes nothing of the run: random streams, train and eval modes, data position and gradients stay as they are.
         """
         self._run.refuse_inside_step("evaluate()", "trainer.request('evaluate', data=...) does it after the step")
-        with self._together("evaluate()", f"name={name!r}"):
+        with self._together("evaluate()", name=name):
             values = self._evaluate(data, task=task, name=name)
             self._carry_out_if_idle()
         return values
@@ -299,8 +300,8 @@ class Trainer:
         if self._run.phase == "idle":
             self._requests.carry_out()
 
-    def _together(self, what: str, detail: str = "") -> AbstractContextManager[None]:
-        return together(what, self.context, self._run, detail)
+    def _together(self, what: str, **arguments: object) -> AbstractContextManager[None]:
+        return together(what, self.context, self._run, arguments)
 
     def _report(self, error: BaseException) -> None:
         if "context" in vars(self):  # else it is what kept the ranks from meeting
@@ -331,7 +332,7 @@ class Trainer:
         if self._run.phase in ("step", "evaluation", "prediction"):  # callbacks may have put other weights in place
             self._requests.add("save", {"path": where, "asynchronous": False})
         else:
-            with self._together("save_checkpoint()", f"path={where!r}"):
+            with self._together("save_checkpoint()", path=where):
                 self._save(where, asynchronous=False)
 
     def _save(self, path: str | None = None, asynchronous: bool | None = None) -> None:
@@ -345,7 +346,7 @@ class Trainer:
         verify: compare the checksums of the files.
         """
         self._run.refuse_inside_step("load_checkpoint()", "call it before fit(), or pass fit(resume=path)")
-        with self._together("load_checkpoint()", f"path={_text(path)}, parts={parts!r}"):
+        with self._together("load_checkpoint()", path=path, parts=parts):
             self.build()
             self._saving().load(os.fspath(path), parts, verify=verify)
 
@@ -368,7 +369,7 @@ class Trainer:
         it, and the files are the same as those of one process.
         """
         self._run.refuse_inside_step("export()", "call it after fit() or in on_fit_end")
-        with self._together("export()", f"path={_text(path)}, dtype={dtype}, max_shard_size={max_shard_size!r}"):
+        with self._together("export()", path=path, dtype=dtype, max_shard_size=max_shard_size):
             self.build()
             model, provider = self._model(), self.recipe.model_provider
             if model.table.trainable():
@@ -396,8 +397,3 @@ class Trainer:
                 closing.callback(self._parts.training.loop.gradients.close)
             if "_saver" in vars(self):
                 closing.callback(self._saver.close)
-
-
-def _text(path: object) -> str:
-    """A path, as the same text for each of its types."""
-    return repr(os.fspath(path) if isinstance(path, str | os.PathLike) else path)

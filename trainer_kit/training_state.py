@@ -48,6 +48,7 @@ from trainer_kit.weights.buffers import share_buffers
 logger = logging.getLogger("trainer_kit")
 
 PARTS = ("model", "optimizer", "schedule", "data", "random", "callbacks", "task")
+PER_RANK = ("random", "task")  # parts of which each data rank has something for itself
 OPTIMIZER = "optimizer/tensors/"
 SAME_ON_RANKS = ("modules/", "callbacks/", "task/state/")  # what users keep; one rank's is taken for all
 
@@ -164,9 +165,7 @@ class TrainingState:
     def _of_others(self, manifest: Manifest) -> set[str]:
         """The keys that do not concern this rank: of other data ranks, and of parameters that are updated on other ranks."""
         num_saved = _num_saved(manifest)
-        keys = {key for part in ("random", "task") for key in rank_keys(part, num_saved)}
-        if missing := keys - manifest.tensors.keys():
-            raise CheckpointError(f"the checkpoint says that it is of {num_saved} data ranks, but lacks {min(missing)!r}; it was altered")
+        keys = {key for part in PER_RANK for key in rank_keys(part, num_saved)}
         elsewhere = self.loop.update.elsewhere
         keys |= {name for name in manifest.tensors if name.startswith(OPTIMIZER) and _parameter_of(name) in elsewhere}
         mine = {rank_key("task", rank) for rank in self._share(num_saved)}
@@ -262,7 +261,17 @@ class TrainingState:
 
 
 def _num_saved(manifest: Manifest) -> int:
-    return int(manifest.values["progress"]["num_data_ranks"])
+    """The data ranks that saved it. Raises CheckpointError unless each part that they have for themselves is there as often."""
+    progress = manifest.values.get("progress") if isinstance(manifest.values, dict) else None
+    num_saved = progress.get("num_data_ranks") if isinstance(progress, dict) else None
+    counts = {part: sum(name.startswith(rank_key(part, "")) for name in manifest.tensors) for part in PER_RANK}
+    for part, count in counts.items():
+        if count != num_saved or any(key not in manifest.tensors for key in rank_keys(part, count)):
+            raise CheckpointError(
+                f"the checkpoint is of {num_saved} data ranks and holds {part!r} of {count}; no run saves such a one: it was altered, or "
+                "saved by something else than a Trainer"
+            )
+    return max(counts.values())
 
 
 def _parameter_of(key: str) -> str:

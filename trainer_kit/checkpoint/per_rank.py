@@ -17,8 +17,8 @@ from trainer_kit.exceptions import CheckpointError
 from trainer_kit.weights.format import DTYPE_NAMES, DTYPES, tensor_bytes
 
 
-def rank_key(part: str, data_rank: int) -> str:
-    """The key of what a data rank has for a part of the state."""
+def rank_key(part: str, data_rank: int | str) -> str:
+    """The key of what a data rank has for a part of the state; how all of them begin, for an empty text."""
     return f"{part}/ranks/{data_rank}"
 
 

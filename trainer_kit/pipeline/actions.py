@@ -33,8 +33,8 @@ class Kind(IntEnum):
         return self <= Kind.BACKWARD_WEIGHT
 
     @property
-    def is_transfer(self) -> bool:
-        return Kind.SEND_ACTIVATIONS <= self <= Kind.RECEIVE_GRADIENT
+    def is_send(self) -> bool:
+        return self in (Kind.SEND_ACTIVATIONS, Kind.SEND_GRADIENT)
 
     @property
     def is_receive(self) -> bool:

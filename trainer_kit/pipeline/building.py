@@ -1,53 +1,130 @@
-"""From the compute orders of a schedule to a program: transfers, then the actions of FSDP stages, then the check.
+"""From the compute orders of a schedule to a checked program: transfers, then the actions of FSDP stages, then the check.
 
-Transfers are found by running the orders in one fixed simulation in which each rank does one step per round. A send comes right after
-the computation that made it, and its receive is appended to the other rank's list at that moment. So all transfers have one common order
-that every rank's list agrees with: even ranks that wait in each send until it is received, and in each receive, never wait in a circle.
+Not here: the orders (`schedules/`), how transfers are found (`transfers.py`), and what is run (the runtime). To keep in mind: every rank
+builds the program of all ranks from the same numbers, so nothing here may depend on the rank that runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from functools import lru_cache
 
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.pipeline.actions import Action, Kind, Step
 from trainer_kit.pipeline.checking import check_program
 from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.program import Program
-from trainer_kit.pipeline.schedules.schedule import Order, Schedule
-
-_FORWARD, _BACKWARD_WEIGHT = Kind.FORWARD, Kind.BACKWARD_WEIGHT
-_SEND_ACTIVATIONS, _RECEIVE_ACTIVATIONS = Kind.SEND_ACTIVATIONS, Kind.RECEIVE_ACTIVATIONS
-_SEND_GRADIENT, _RECEIVE_GRADIENT = Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT
+from trainer_kit.pipeline.schedules import Schedule, find_schedule, forward_only
+from trainer_kit.pipeline.transfers import with_earlier_receives, with_transfers
 
 
 def build_program(
-    schedule: Schedule,
-    layout: StageLayout,
+    schedule: Schedule | str,
+    num_ranks: int,
     num_microbatches: int,
     *,
+    stages_per_rank: int | None = None,
     sharded_stages: Collection[int] = (),
     receive_ahead: int = 0,
 ) -> Program:
     """The checked program of all ranks. Raises ConfigurationError for what the schedule does not allow.
 
-    sharded_stages: stages whose parameters are gathered once per pack before their first use, and whose gradients are reduced once after
+    sharded_stages: stages whose parameters are gathered once per pack, before their first use, and whose gradients are reduced once, after
     their last backward of weights. receive_ahead: post each receive that many computations earlier, at the price of that many more
-    buffers. Then a receive must not wait, and the two directions between two ranks must not share an ordered queue (one NCCL stream).
+    buffers. Receives must then not wait, and the two directions between two ranks must not share an ordered queue (one NCCL stream).
     """
+    schedule = find_schedule(schedule) if isinstance(schedule, str) else schedule
+    layout = schedule.layout(num_ranks, stages_per_rank)
+    if num_microbatches < 1:
+        raise ConfigurationError(f"num_microbatches={num_microbatches} of a pipeline program, expected 1 or more")
+    if wrong := set(sharded_stages) - set(range(layout.num_stages)):
+        raise ConfigurationError(f"sharded_stages names {sorted(wrong)}, but the pipeline has stages 0 to {layout.num_stages - 1}")
     lists = with_transfers(schedule.compute_order(layout, num_microbatches), layout, num_microbatches)
     if receive_ahead:
         lists = [with_earlier_receives(steps, receive_ahead) for steps in lists]
     if sharded_stages:
-        lists = [with_sharded_stages(steps, sharded_stages, trains=schedule.trains) for steps in lists]
+        lists = [with_sharded_stages(steps, sharded_stages) for steps in lists]
     program = Program(
         schedule=schedule.name,
         layout=layout,
         num_microbatches=num_microbatches,
-        steps=tuple(tuple(steps) for steps in lists),
+        steps=tuple(map(tuple, lists)),
         trains=schedule.trains,
         sharded_stages=frozenset(sharded_stages),
         receives_wait=not receive_ahead,
     )
     check_program(program)
     return program
+
+
+def with_sharded_stages(steps: list[Step], sharded_stages: Collection[int]) -> list[Step]:
+    """The list of one rank with the actions of its FSDP stages.
+
+    Each is unsharded once, one computation before its first use so that the gathering overlaps with it, and resharded once, after its
+    last use; in between it stays whole: one all-gather and one reduce-scatter per pack. The gradient is reduced after the last backward
+    and its sends, before the reshard, as FSDP itself does it.
+    """
+    computes = [position for position, step in enumerate(steps) if step.parts[0].kind.is_compute]
+    first: dict[int, int] = {}
+    last: dict[int, tuple[int, Kind]] = {}
+    for number, position in enumerate(computes):
+        for kind, stage, _ in steps[position].parts:
+            if stage in sharded_stages:
+                first.setdefault(stage, computes[max(0, number - 1)])
+                last[stage] = position, kind
+    before: dict[int, list[Step]] = {}
+    after: dict[int, list[Step]] = {}
+    for stage, position in first.items():
+        before.setdefault(position, []).append(Action(Kind.UNSHARD, stage))
+    for stage, (position, kind) in last.items():
+        if kind != Kind.FORWARD:
+            after.setdefault(_after_sends(steps, position), []).append(Action(Kind.REDUCE_GRADIENT, stage))
+        after.setdefault(_after_sends(steps, position), []).append(Action(Kind.RESHARD, stage))
+    result: list[Step] = []
+    for position, step in enumerate(steps):
+        result += [*before.get(position, ()), step, *after.get(position, ())]
+    return result
+
+
+def _after_sends(steps: list[Step], position: int) -> int:
+    """The position of the last send of what is computed at `position`, or itself: others wait for sends, nobody for what follows."""
+    while position + 1 < len(steps) and steps[position + 1].parts[0].kind.is_send:
+        position += 1
+    return position
+
+
+class ProgramCache:
+    """The programs of one pipeline by number of microbatches, which may change from pack to pack; the last ones used are kept."""
+
+    def __init__(
+        self,
+        schedule: Schedule | str,
+        num_ranks: int,
+        *,
+        stages_per_rank: int | None = None,
+        sharded_stages: Collection[int] = (),
+        receive_ahead: int = 0,
+        keep: int = 16,
+    ) -> None:
+        self.schedule = find_schedule(schedule) if isinstance(schedule, str) else schedule
+        self.layout = self.schedule.layout(num_ranks, stages_per_rank)
+        self._sharded_stages, self._receive_ahead = frozenset(sharded_stages), receive_ahead
+        self._build = lru_cache(maxsize=keep)(self._build_one)
+
+    def training(self, num_microbatches: int) -> Program:
+        """The program of a pack that is trained on."""
+        return self._build(self.schedule, num_microbatches)
+
+    def forward_only(self, num_microbatches: int) -> Program:
+        """The program of a pack that is evaluated or predicted, on the same layout."""
+        return self._build(forward_only(self.schedule), num_microbatches)
+
+    def _build_one(self, schedule: Schedule, num_microbatches: int) -> Program:
+        return build_program(
+            schedule,
+            self.layout.num_ranks,
+            num_microbatches,
+            stages_per_rank=self.layout.stages_per_rank,
+            sharded_stages=self._sharded_stages,
+            receive_ahead=self._receive_ahead,
+        )

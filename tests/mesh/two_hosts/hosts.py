@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 
@@ -19,10 +20,19 @@ class CanNotMake(Exception):
     """Why there are no namespaces here."""
 
 
-def ip(*arguments: str) -> None:
+def ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
     if done.returncode:
         raise CanNotMake(f"`ip {' '.join(arguments)}` says: {done.stderr.strip()}")
+    return done.stdout
+
+
+def remove(name: str) -> None:
+    """The host with all that still runs on it; the cable goes too."""
+    for pid in ip("netns", "pids", name).split():
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself
+            os.kill(int(pid), signal.SIGKILL)
+    ip("netns", "delete", name)
 
 
 @contextlib.contextmanager
@@ -35,7 +45,7 @@ def two_hosts() -> Iterator[list[list[str]]]:
     with contextlib.ExitStack() as made:
         for name in names:
             ip("netns", "add", name)
-            made.callback(ip, "netns", "delete", name)  # the cable goes with it
+            made.callback(remove, name)
         ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
         for name, end, address in zip(names, ends, ADDRESSES, strict=True):
             ip("-n", name, "link", "set", end, "name", INTERFACE)

@@ -1,0 +1,3 @@
+"""x y z drawing."""
+class Drawing:
+    def __init__(self, timelines, layout): ...
