@@ -15,6 +15,7 @@ from trainer_kit.exceptions import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from trainer_kit.callback import Callback
+    from trainer_kit.trainer import Trainer
 
 logger = logging.getLogger("trainer_kit")
 
@@ -69,8 +70,10 @@ def local_path(owner: Callback, name: str, value: Any) -> str:
     return os.path.abspath(os.path.expanduser(rest if separator else text))
 
 
-def warn_missing_metric(owner: Callback, metric: str, seen: Iterable[str]) -> None:
-    """Say at the end of a run that a callback waited for a value that nobody logged."""
+def warn_missing_metric(owner: Callback, trainer: Trainer, metric: str, seen: Iterable[str]) -> None:
+    """Say at the end of a run that a callback waited for a value that nobody logged; on one rank, as all have the same records."""
+    if not trainer.context.is_main:
+        return
     names = sorted(seen)
     hint = nearest(metric, names) if names else "no value was recorded at all"
     logger.warning("%s had no effect: %r was never recorded (%s)", type(owner).__name__, metric, hint)

@@ -154,4 +154,4 @@ class Checkpoint(Callback):
         if made and self._asked != event.trainer.step:
             self._save(event.trainer)
         if made and self.best is not None and self._latest is None:
-            warn_missing_metric(self, self.best[0], self._seen)
+            warn_missing_metric(self, event.trainer, self.best[0], self._seen)

@@ -86,4 +86,4 @@ class EarlyStopping(Callback):
 
     def on_fit_end(self, event: FitEnd) -> None:
         if event.trainer.step > self._first_step and self.metric not in self._seen:
-            warn_missing_metric(self, self.metric, self._seen)
+            warn_missing_metric(self, event.trainer, self.metric, self._seen)

@@ -2,9 +2,9 @@
 
 Ctrl-C: the running step is finished, `fit` ends as usual and raises KeyboardInterrupt; the trainer stays usable. A second Ctrl-C
 raises at once. SIGTERM: the step is finished, the end of the fit saves (if there is a Checkpoint), and `fit` raises `Interrupted`, a
-SystemExit with code 143. A second SIGTERM, or no step boundary within the grace time, leaves at once. Not here: agreement of ranks (`boundary.py`).
-Know before editing: handlers only set flags; a signal may arrive at any bytecode of the main thread, and a process that is forked
-during a fit has inherited the handlers.
+SystemExit with code 143. A second SIGTERM, or no step boundary within the grace time, leaves at once. Not here: agreement of ranks
+(`boundary.py`). Know before editing: handlers only set flags; a signal may arrive at any bytecode of the main thread, and a process
+that is forked during a fit has inherited the handlers.
 """
 
 from __future__ import annotations

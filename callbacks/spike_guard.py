@@ -98,10 +98,11 @@ class SpikeGuard(Callback):
         if self._in_a_row >= self.patience:
             self._in_a_row = 0
             reason = f"{self.metric} rose to {value:.6g} at step {event.step}"
-            logger.warning("SpikeGuard: %s", reason)
+            if event.trainer.context.is_main:
+                logger.warning("SpikeGuard: %s", reason)
             if self.action == "stop":
                 event.trainer.stop(reason)
 
     def on_fit_end(self, event: FitEnd) -> None:
         if event.trainer.step > self._first_step and self.metric not in self._seen:
-            warn_missing_metric(self, self.metric, self._seen)
+            warn_missing_metric(self, event.trainer, self.metric, self._seen)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 import trainer_kit
 from trainer_kit import launch
-from trainer_kit.exceptions import ConfigurationError, StateError, UnsupportedError
+from trainer_kit.exceptions import ConfigurationError, Interrupted, StateError, UnsupportedError
 from trainer_kit.ranks import collecting, launching
 from trainer_kit.testing import run_on_ranks
 
@@ -68,6 +69,31 @@ def test_the_first_error_ends_all_ranks(tmp_path, monkeypatch, in_a_notebook):
     assert len(pids) == 2 and all(is_gone(pid) for pid in pids)
 
 
+def end_in_order(folder: Path) -> None:
+    def terminate(*_: object) -> None:
+        raise Interrupted(f"saved by rank {os.environ['RANK']}")
+
+    signal.signal(signal.SIGTERM, terminate)
+    write_down(folder)
+    time.sleep(60)
+
+
+def test_a_request_to_end_is_passed_on(tmp_path, in_a_notebook):
+    """SIGTERM, as schedulers send it: the ranks save and end, and so does this process, with code 143."""
+
+    def ask() -> None:
+        pids_in(tmp_path, 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    with pytest.raises(Interrupted, match="saved by rank .") as caught:
+        launch(lambda: end_in_order(tmp_path), 2)
+    thread.join()
+    assert caught.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert all(is_gone(pid) for pid in set(pids_in(tmp_path, 2)) - {os.getpid()})
+
+
 def launch_inside() -> None:
     launch(fail, 2, "")
 
@@ -105,7 +131,6 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from tests.test_launch import write_down
 from trainer_kit import MeshStrategy, launch
 
 class Box:
@@ -121,7 +146,9 @@ def job(box):
     return Box([total.tolist(), *(os.environ[name] for name in names), torch.get_num_threads()])
 
 def sleep(folder):
-    write_down(folder)
+    path = folder / os.environ["RANK"]
+    path.write_text(f"{os.getpid()} {os.getppid()}")
+    path.rename(path.with_suffix(".pid"))
     try:
         time.sleep(60)
     except KeyboardInterrupt:
@@ -191,9 +218,9 @@ print([box.value for box in launch(job, 2, 5)], launch(lambda: os.environ["WORLD
 """,
     """
 def fail():
-    if os.environ["RANK"] == "1":
+    if MeshStrategy().build().rank == 1:
         raise ZeroDivisionError("on purpose")
-    MeshStrategy().build()
+    dist.barrier()
 
 try:
     launch(fail, 2)

@@ -103,7 +103,9 @@ def test_an_error_is_raised_here_with_rank_traceback_and_output():
 def fail_in_turn() -> None:
     rank = dist.get_rank()
     time.sleep(0.2 * (1 - rank))
-    raise KeyError(f"from rank {rank}")
+    error = KeyError(f"from rank {rank}")
+    error.add_note("a note")
+    raise error
 
 
 def all_fail() -> None:
@@ -111,7 +113,7 @@ def all_fail() -> None:
 
 
 def test_the_first_error_in_time_is_told_first():
-    with pytest.raises(StateError, match=r"(?s)rank 1 of 2 raised KeyError: 'from rank 1'.*rank 0 raised KeyError: 'from rank 0'"):
+    with pytest.raises(StateError, match=r"(?s)rank 1 of 2 raised KeyError: 'from rank 1'.*a note.*rank 0 raised KeyError: 'from rank 0'"):
         run_on_ranks(2, fail_in_turn)
     with pytest.raises(StateError, match=r"(?s)rank . of 3 raised SystemExit: 3.*so did rank ., ."):
         run_on_ranks(3, all_fail)

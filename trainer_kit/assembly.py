@@ -24,6 +24,7 @@ from trainer_kit.checkpoint import parameter_digest
 from trainer_kit.checkpoint.identity import tensors_checksum
 from trainer_kit.config import TrainerConfig
 from trainer_kit.data import DataProvider, DataStream
+from trainer_kit.description import shown_once
 from trainer_kit.environment import InputsAs, check_host_sync_support, make_autocast
 from trainer_kit.gradients import Gradients, NonFiniteGuard
 from trainer_kit.loop import TrainingLoop
@@ -134,7 +135,10 @@ def assemble(
     """Build everything into `parts`, in order, and tell of each part as soon as it is there."""
     config, emit, durations = recipe.config, dispatcher.emit, Durations()
     check_host_sync_support(config.detect_host_syncs, context.device)
-    check_same_settings(context, plain_settings(recipe, strategy, context, config.total_steps))
+    settings = plain_settings(recipe, strategy, context, config.total_steps)
+    del settings["strategy"]["device"]  # it may name the device of this rank
+    settings["callbacks"] = [callback.describe() for callback in recipe.callbacks if not callback.is_logger]  # those work on rank 0 alone
+    check_same_settings(context, settings)
     if context.world_size > 1:
         records.combine = Reduction(context, {}).combine
     emit(events.BuildStart)
@@ -148,11 +152,13 @@ def assemble(
     emit(events.ModelReady)
     if model.table.trainable():
         with durations.measure("optimizer"):
-            update = build_update(recipe.optimizer_provider(), model.table.trainable(), context)
+            with shown_once(context):
+                update = build_update(recipe.optimizer_provider(), model.table.trainable(), context)
             parts.optimizer = update.optimizer
         emit(events.OptimizerReady)
         run.total_steps, stream.max_epochs, schedule_steps = plan_length(config, stream.num_packs(), None)
-        scheduler = build_schedule(recipe, parts.optimizer, schedule_steps)
+        with shown_once(context):
+            scheduler = build_schedule(recipe, parts.optimizer, schedule_steps)
         loop = build_loop(recipe, model, context, update, scheduler, stream, run, records, dispatcher, requests)
         random = RandomStreams(config.seed, context.device, context.data_rank, context.num_data_ranks)
         identity = run_identity(recipe, model.table, strategy, context)
@@ -169,7 +175,7 @@ def run_identity(recipe: Recipe, table: ParameterTable, strategy: MeshStrategy, 
     config = recipe.config
     identity: dict[str, Any] = {"run_name": config.run_name, "seed": config.seed, "parameters": parameter_digest(table.shapes())}
     frozen = [(row.name, row.parameter) for row in table if not row.trainable]
-    if config.checkpoint_trainable_only and not frozen:
+    if config.checkpoint_trainable_only and not frozen and context.is_main:
         logger.warning("checkpoint_trainable_only=True has no effect: nothing is frozen, so checkpoints hold all weights")
     if config.checkpoint_trainable_only:  # they come from the source model at a resume, which may have changed
         identity["frozen_weights"] = tensors_checksum(frozen, context)
@@ -190,8 +196,10 @@ def plain_settings(recipe: Recipe, strategy: MeshStrategy, context: DistributedC
     return json.loads(json.dumps(settings, default=_named))
 
 
-def _named(value: Any) -> str:
-    """A name for what JSON cannot hold; without the address, which differs in every process."""
+def _named(value: Any) -> str | list[str]:
+    """A name for what JSON cannot hold; without what differs in every process: an address, the order of a set."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
     return getattr(value, "__qualname__", None) or re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
@@ -268,7 +276,9 @@ def build_loop(
         prepare_metrics(metrics, context)
         records.combine = Reduction(context, metrics).combine
     deferred = device.type != "cpu"
-    guard = NonFiniteGuard(gradients, optimizer, config.nonfinite, device=device, deferred=deferred, delay=config.log_delay)
+    guard = NonFiniteGuard(
+        gradients, optimizer, config.nonfinite, device=device, deferred=deferred, delay=config.log_delay, tells=context.is_main
+    )
     return TrainingLoop(
         run,
         stream,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,17 @@ def say(text: str, context: DistributedContext) -> None:
     """Tell the user one line, once per run rather than once per rank."""
     if context.is_main:
         print(f"trainer_kit: {text}", flush=True)  # noqa: T201
+
+
+@contextmanager
+def shown_once(context: DistributedContext) -> Iterator[None]:
+    """Warnings of the block, which are the same on all ranks, show on rank 0 alone."""
+    if context.is_main:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def short_repr(part: Any) -> str:
@@ -51,10 +64,9 @@ class Description:
     __repr__ = __str__
 
     def short(self) -> str:
-        """The main facts, in a few lines."""
-        return "\n".join(
-            f"{title}: " + ", ".join(f"{name} {value}" for name, value in self.sections[title]) for title in ("model", "batch", "run")
-        )
+        """The main facts, in a few lines; about the mesh only if there is one."""
+        titles = ["model", "batch", "run"] + (["mesh"] if len(self.sections["mesh"]) > 1 else [])
+        return "\n".join(f"{title}: " + ", ".join(f"{name} {value}" for name, value in self.sections[title]) for title in titles)
 
     def _repr_html_(self) -> str:
         import html
@@ -82,13 +94,18 @@ def _model(trainer: Trainer) -> Rows:
     rows = [("class", type(trainer.model).__name__), ("parameters", f"{total:,}")]
     if trainable != total:
         rows.append(("trainable", f"{trainable:,}"))
+    held = sum(row.local.numel() for row in trainer.parameters)
+    if held != total:
+        rows.append(("on this rank", f"{held:,}"))
     if trainer.parameters.aliases:
         rows.append(("tied", ", ".join(f"{alias} = {name}" for alias, name in trainer.parameters.aliases.items())))
     return [*rows, ("precision", trainer.config.precision)]
 
 
 def _batch(trainer: Trainer) -> Rows:
-    return [(name.replace("_", " "), _shown(value)) for name, value in trainer.data.describe().items() if value is not None]
+    rows = [(name.replace("_", " "), _shown(value)) for name, value in trainer.data.describe().items() if value is not None]
+    ranks = trainer.context.num_data_ranks  # accumulation times microbatch size, on each of them
+    return [*rows, ("data ranks", _shown(ranks))] if ranks > 1 else rows
 
 
 def _shown(value: Any) -> str:
@@ -115,7 +132,11 @@ def _run(trainer: Trainer) -> Rows:
 
 
 def _mesh(trainer: Trainer) -> Rows:
-    return [("ranks", trainer.context.describe())]
+    rows = [("ranks", trainer.context.describe())]
+    if trainer.context.world_size > 1:
+        places = [f"{dim} {place}" for dim, place in trainer.context.coordinates().items()]
+        rows.append(("this rank", ", ".join([str(trainer.context.rank), *places])))
+    return rows
 
 
 def _events(trainer: Trainer) -> Rows:

@@ -59,6 +59,9 @@ class Interrupted(SystemExit):
         super().__init__(143)
         self.message = message
 
+    def __reduce__(self) -> tuple[type[Interrupted], tuple[str]]:
+        return type(self), (self.message,)
+
     def __str__(self) -> str:
         return self.message
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer_kit import assembly, events
-from trainer_kit.description import say
+from trainer_kit.description import say, shown_once
 from trainer_kit.environment import run_environment
 from trainer_kit.exceptions import CheckpointError, ConfigurationError
 from trainer_kit.lifecycle import FitLifecycle, telling
@@ -70,7 +70,8 @@ class Fitting:
         if length.steps != run.total_steps and loop.lr_scheduler is not None:
             so_far = loop.lr_scheduler.state_dict()
             scheduler = assembly.build_schedule(self.recipe, loop.optimizer, length.schedule_steps)
-            scheduler.load_state_dict(so_far)
+            with shown_once(self.context):
+                scheduler.load_state_dict(so_far)
             loop.lr_scheduler = scheduler
         run.total_steps, loop.stream.max_epochs = length.steps, length.epochs
 

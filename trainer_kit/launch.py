@@ -19,8 +19,9 @@ def launch(fn: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
     notebook any function. Results, and arguments outside of notebooks, are pickled.
 
     The first error of a rank ends all of them within ten seconds and is raised here as a StateError, with the rank's error as its
-    `__cause__`. Ctrl-C interrupts the ranks and ends them. Raises ConfigurationError for a function that can't be sent,
-    UnsupportedError for a notebook's function when this process already uses an accelerator, StateError inside of a rank.
+    `__cause__`. Ctrl-C interrupts the ranks and ends them. SIGTERM is passed on to them, and `Interrupted` is raised if it ends them.
+    Raises ConfigurationError for a function that can't be sent, UnsupportedError for a notebook's function when this process already
+    uses an accelerator, StateError inside of a rank.
     """
     from trainer_kit.ranks.launching import Launch
 

@@ -139,6 +139,15 @@ class Records:
         """Take back what `state_dict` gave, in place of what is open now; an empty state holds nothing."""
         self._open, self._reductions = dict(state.get("values", {})), dict(state.get("reductions", {}))
 
+    def close_outside_of_steps(self, finished: int, *, alone: bool, deliver: bool) -> None:
+        """What was logged in no step has a record of its own: now, or where all ranks next meet unless this one is alone."""
+        if not alone:
+            self.waits_for_ranks = True
+            return
+        self.close_step(finished)
+        if deliver:
+            self.flush()
+
     def close_step(self, finished: int) -> None:
         """Make a record of what was logged; its copy to the host starts here."""
         values, self._open = self._open, {}

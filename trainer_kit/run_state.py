@@ -75,13 +75,20 @@ class Requests:
             self._pending.append((kind, arguments))
 
     def carry_out(self) -> None:
-        """Meet the other ranks, then do what is pending. A request or a wish to stop made meanwhile counts too."""
-        self.boundary.meet(self._pending)
-        while self._pending:
-            position = next((i for i, (kind, _) in enumerate(self._pending) if kind == "evaluate"), 0)
-            kind, arguments = self._pending.pop(position)
-            (self.evaluate if kind == "evaluate" else self.save)(**arguments)
+        """Meet the other ranks, then do what is pending. A request or a wish to stop made meanwhile counts too.
+
+        An error ends it, and nothing is pending then.
+        """
+        try:
             self.boundary.meet(self._pending)
+            while self._pending:
+                position = next((i for i, (kind, _) in enumerate(self._pending) if kind == "evaluate"), 0)
+                kind, arguments = self._pending.pop(position)
+                (self.evaluate if kind == "evaluate" else self.save)(**arguments)
+                self.boundary.meet(self._pending)
+        except BaseException:
+            self.clear()
+            raise
 
     def clear(self) -> None:
         """Forget what is pending, after an error."""

@@ -19,9 +19,22 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-def run_backward(losses: tuple[torch.Tensor, ...], starts: tuple[torch.Tensor, ...]) -> None:
-    """`torch.autograd.backward(losses, starts)` for starts that are known to fit: its checks cost as much as a small model's update."""
+def run_backward(losses: tuple[Any, ...], starts: tuple[torch.Tensor, ...]) -> None:
+    """`torch.autograd.backward(losses, starts)` for starts that are known to fit: its checks cost as much as a small model's update.
+
+    A loss may be an edge of the graph.
+    """
     torch.autograd.graph._engine_run_backward(losses, starts, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def call_node(node: Any, gradients: dict[int, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """What a node of the graph, not one written in Python, makes of the gradients of its results: one for each of its edges.
+
+    Of these it computes those that the running backward needs, all if none runs, and no hook fires. A backward through the engine would
+    go on along all edges that lead to what is needed.
+    """
+    found = node(*[gradients.get(index) for index in range(len(node._input_metadata))])
+    return found if isinstance(found, tuple) else (found,)
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
@@ -241,6 +254,31 @@ def forget_gradients(unit: Any) -> None:
             parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def collect_gradients(unit: Any) -> None:
+    """Add the gradients of an FSDP unit's whole parameters to those that wait for a reduction in a dtype of its own.
+
+    FSDP does so in a hook of the stage's inputs. A backward that goes to the parameters alone does not run it, and the next one would be
+    added in the dtype of the parameter.
+    """
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
+def reduce_gradients(units: Iterable[Any]) -> None:
+    """Let FSDP units reduce what they have collected, as after the last backward, and wait for it.
+
+    FSDP offers this only as a hook of a backward. Units that were never called have nothing and are left alone.
+    """
+    for unit in units:
+        state = unit._get_fsdp_state()
+        if state._is_root:  # it does this for the units inside
+            state._state_ctx.is_last_backward = True
+            state._root_post_backward_final_callback()
 
 
 def reduce_in_one_dtype(unit: Any) -> None:

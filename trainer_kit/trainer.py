@@ -237,14 +237,9 @@ class Trainer:
         mesh that is made at the next boundary between steps, or by the next `fit`, `evaluate` or `predict`.
         """
         self._records.log(name, value, reduce)
-        if self._run.phase == "step":
-            return
-        if self.context.world_size > 1:
-            self._records.waits_for_ranks = True
-            return
-        self._records.close_step(self._run.step)
-        if self._run.phase == "idle":
-            self._records.flush()
+        if self._run.phase != "step":
+            alone, idle = self.context.world_size == 1, self._run.phase == "idle"
+            self._records.close_outside_of_steps(self._run.step, alone=alone, deliver=idle)
 
     def emit(self, event: Event) -> None:
         """Send an event, of the user's own type too, to the callbacks that have its method."""
@@ -256,10 +251,12 @@ class Trainer:
 
     def request(self, kind: Literal["evaluate", "save"], **arguments: Any) -> None:
         """Ask for `evaluate(**arguments)` or a save (`path=None, asynchronous=None`) after the running step, in this order."""
-        self._requests.add(kind, arguments)
-        if self._run.phase == "idle":
-            with self._together(f"request({kind!r})"):
-                self._requests.carry_out()
+        if self._run.phase != "idle":
+            self._requests.add(kind, arguments)
+            return
+        with self._together(f"request({kind!r})"):
+            self._requests.add(kind, arguments)
+            self._requests.carry_out()
 
     def _deliver(self, step: int, values: dict[str, float]) -> None:
         self.history.add(step, values)

@@ -24,6 +24,7 @@ from trainer_kit.checkpoint.loader import load
 from trainer_kit.checkpoint.manifest import Manifest, read_manifest
 from trainer_kit.checkpoint.per_rank import decode_state, encode_state, rank_key, rank_keys, share_of
 from trainer_kit.checkpoint.tree import flatten_state, unflatten_state
+from trainer_kit.description import shown_once
 from trainer_kit.exceptions import CheckpointError, ConfigurationError, nearest
 from trainer_kit.loop import TrainingLoop
 from trainer_kit.mesh import DistributedContext
@@ -220,7 +221,8 @@ class TrainingState:
             if total_steps != loop.run.total_steps:
                 text = "total_steps was %s, is %s now; the LR schedule is that of the new length"
                 self._remark(text, total_steps, loop.run.total_steps)
-            loop.lr_scheduler.load_state_dict(saved)
+            with shown_once(self.context):
+                loop.lr_scheduler.load_state_dict(saved)
 
     def _restore_running(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
         """The metrics and values of the record in progress, from the data ranks for which this one stands."""

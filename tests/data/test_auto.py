@@ -199,7 +199,7 @@ def test_data_ranks_hold_different_samples_of_the_same_step():
     device, got = torch.device("cpu"), []
     for rank in (0, 0, 1):
         provider = AutoDataProvider(Ids(16), 8, 2, shuffle=True)
-        provider.setup(SimpleNamespace(device=device, data_rank=rank, num_data_ranks=2), 3)
+        provider.setup(SimpleNamespace(device=device, data_rank=rank, num_data_ranks=2, is_main=rank == 0), 3)
         got.append([torch.cat(p.microbatches).tolist() for p in provider.packs(None)])
     assert got[0] == got[1]
     assert sorted(x for pack in got[0] + got[2] for x in pack) == list(range(16))

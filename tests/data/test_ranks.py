@@ -167,7 +167,7 @@ def test_workers_read_the_same_part_and_filler(rank):
     found = []
     for num_workers in (0, 1):
         provider = AutoDataProvider(Ids(9), 4, 1, shuffle=True, num_workers=num_workers)
-        provider.setup(SimpleNamespace(device=torch.device("cpu"), data_rank=rank, num_data_ranks=2), 0)
+        provider.setup(SimpleNamespace(device=torch.device("cpu"), data_rank=rank, num_data_ranks=2, is_main=rank == 0), 0)
         packs = list(provider.packs(None))
         found.append([([m.tolist() for m in p.microbatches], p.num_on_all, p.filler is None or p.filler.tolist()) for p in packs])
         provider.close()

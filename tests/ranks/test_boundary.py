@@ -10,7 +10,7 @@ import pytest
 from tests.ranks.support import MESHES, MeanOutput, Parts, Weight, on_mesh, t
 from trainer_kit import Callback
 from trainer_kit.callbacks import Checkpoint, Evaluate, Signals
-from trainer_kit.exceptions import Interrupted, StateError
+from trainer_kit.exceptions import StateError
 from trainer_kit.testing import run_on_ranks
 
 
@@ -72,7 +72,7 @@ def job_stop(name, folder):
 
 @pytest.mark.parametrize("name", ["replicate", "fsdp"])
 def test_a_stop_on_one_rank_ends_the_run_on_all_after_the_same_step(name, tmp_path):
-    """B81: asked for in the second microbatch of four, the pack is finished; with the normal end events, and the same reason on all ranks."""
+    """B81: asked for in the second microbatch of four, the pack is finished; with the normal end events, and the same reason everywhere."""
     expected = {event: (step, [(step, f"asked for in {event}", False)]) for event, step in EXPECTED.items()}
     assert run_on_ranks(2, job_stop, name, str(tmp_path)) == [expected, expected]
     for event, step in EXPECTED.items():

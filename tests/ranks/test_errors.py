@@ -16,14 +16,17 @@ from torch.utils.data import TensorDataset
 
 from tests.ranks.support import MESHES, MeanOutput, Parts, Weight, on_mesh, t
 from trainer_kit import AutoDataProvider, Callback, ForwardInputs, Task
-from trainer_kit.callbacks import Checkpoint, Signals
+from trainer_kit.callbacks import Signals
 from trainer_kit.exceptions import StateError
 from trainer_kit.optim import AdamW
 from trainer_kit.testing import run_on_ranks
 
 
 class Quick(Callback):
-    """Lets a rank that waits for a dead one leave after half a second in place of four, and writes down how this one ends."""
+    """Lets a rank that waits for a dead one leave after half a second in place of four, and writes down how this one ends.
+
+    What rank 1 does after its error takes until rank 0 has left, which therefore knows of it.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -32,11 +35,15 @@ class Quick(Callback):
         Path(self.folder, f"{name}-{self.rank}").write_text(text)
 
     def on_build_start(self, event):
-        self.rank = event.trainer.context.rank
-        event.trainer.context.failures._grace = 0.5
+        failures, self.rank = event.trainer.context.failures, event.trainer.context.rank
+        failures._grace, leave = 0.5, failures._leave
+        failures._leave = lambda why: (self._note("leaves"), leave(why))
 
     def on_exception(self, event):
         self._note("told", f"{type(event.exception).__name__}: {event.exception}")
+        end = time.monotonic() + 10.0
+        while self.rank == 1 and not Path(self.folder, "leaves-0").exists() and time.monotonic() < end:
+            time.sleep(0.02)
         try:
             event.trainer.save_checkpoint(f"{self.folder}/late")  # would wait for the others
         except StateError as refused:
@@ -105,7 +112,8 @@ def test_an_error_on_one_rank_ends_the_other(place, mesh, tmp_path):
     assert text.index(f"rank 1 failed: {error}") < text.index("rank 0 ends")
     assert (tmp_path / "told-1").read_text() == error and (tmp_path / "closed-1").exists()
     assert "ending by an error" in (tmp_path / "refused-1").read_text()
-    assert not (tmp_path / "told-0").exists()
+    assert (tmp_path / "leaves-0").exists() and not (tmp_path / "told-0").exists()
+    assert (tmp_path / "leaves-0").stat().st_mtime <= (tmp_path / "closed-1").stat().st_mtime
 
 
 class Saves(Callback):
@@ -124,9 +132,8 @@ class Saves(Callback):
         trainer._saver._make = slow
 
     def on_step_start(self, event):
-        if event.step == 1:
-            if event.trainer.context.rank == 1:
-                raise ValueError("bad sample 17")
+        if event.step == 1 and event.trainer.context.rank == 1:
+            raise ValueError("bad sample 17")
 
     def on_step_end(self, event):
         event.trainer.request("save", path=f"{self.folder}/step-00000001", asynchronous=True)
@@ -196,6 +203,40 @@ def test_a_call_of_one_rank_alone_fails_fast(what, tmp_path):
     with pytest.raises(StateError, match=rf"rank 1 did not come to {what}\w*\(\) within 0.5 s; it is collective"):
         run_on_ranks(2, job_alone, str(tmp_path), what, timeout=15.0)
     assert not (tmp_path / "a").exists()
+
+
+def job_elsewhere(folder):
+    """Outside of a fit the ranks are in different calls; afterwards they are in one again."""
+    trainer = on_mesh(Weight(), MeanOutput(), Parts([[t(1)]], [[t(3)]]), MESHES["fsdp"], total_steps=2)
+    trainer.fit(1)
+    found = []
+    for call in (
+        lambda: trainer.save_checkpoint(f"{folder}/a"),
+        lambda: trainer.export(f"{folder}/b"),
+        lambda: trainer.predict(trainer.data),
+        lambda: trainer.request("save", path=f"{folder}/c"),
+    ):
+        with pytest.raises(StateError) as caught:
+            call() if trainer.context.is_main else trainer.evaluate(trainer.data)
+        found.append(str(caught.value))
+    with pytest.raises(StateError) as caught:
+        trainer.save_checkpoint(f"{folder}/{trainer.context.rank}")
+    found.append(str(caught.value))
+    values = trainer.evaluate(trainer.data)
+    trainer.fit(2)
+    step = trainer.step
+    trainer.close()
+    return found, values, step
+
+
+def test_ranks_in_different_calls_are_told_so_at_once(tmp_path):
+    """B138 and contract 41: each of them is collective; the trainer goes on afterwards."""
+    for found, values, step in run_on_ranks(2, job_elsewhere, str(tmp_path)):
+        for text, name in zip(found, ("save_checkpoint()", "export()", "predict()", "request('save')"), strict=False):
+            assert f"{name} was called on rank 0, while rank 1 is in evaluate()" in text
+        assert f"save_checkpoint() was called with path='{tmp_path}/0' on rank 0, but with path='{tmp_path}/1' on rank 1" in found[4]
+        assert values["val/mean"] == 2.0 and step == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- with processes of their own

@@ -143,7 +143,10 @@ def job_undisturbed(degrees):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_evaluations_change_nothing_of_the_run(name):
-    """Contract 13 and 25 on ranks: bitwise the same weights and losses, with dropout. By request on the data that is being read, and directly on other data."""
+    """Contracts 13 and 25 on ranks: bitwise the same weights and losses, with dropout.
+
+    By request on the data that is being read, and directly on other data.
+    """
     for rank, (same, found, steps) in enumerate(run_on_ranks(2, job_undisturbed, MESHES[name])):
         assert same and found == [7, 7 if rank == 0 else 0] * 2
         assert steps == list(range(9))

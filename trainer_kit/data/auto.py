@@ -91,7 +91,9 @@ class AutoDataProvider(DataProvider):
         self.draws_random = self._num_workers == 0 and self._reader.runs_user_code
         on_accelerator = context.device.type != "cpu"
         self._pins_in_workers = on_accelerator and self.pin_memory is not False
-        self._report_without_effect(on_accelerator)
+        self._tells = context.is_main
+        if self._tells:
+            self._report_without_effect(on_accelerator)
 
     def _report_without_effect(self, on_accelerator: bool) -> None:
         if self.pin_memory and not on_accelerator:
@@ -179,7 +181,7 @@ class AutoDataProvider(DataProvider):
         """Epoch and samples of a position; says so when the data or the seed are not those it was saved with."""
         now = {"dataset_size": self._num_samples, "seed": self._seed}
         for name, value in now.items():
-            if position.get(name, value) != value:
+            if position.get(name, value) != value and self._tells:
                 _log.warning(
                     "the data position was saved with %s=%s and now it is %s: samples may be repeated or left out in this epoch",
                     name, position[name], value,

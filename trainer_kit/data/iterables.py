@@ -45,7 +45,7 @@ class IterableDataProvider(DataProvider):
         self._keeps_state = callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
         self._iterator: Iterator[Any] | None = None
         self._num_taken = 0  # from an iterator, which can't go back
-        self._seed = 0
+        self._seed, self._tells = 0, True
         self._num_own = num_reads_with_own_streams(data)
         self.draws_random = self._num_own == 1 and data.num_workers == 0
         self.num_epochs = 1 if self._is_iterator else None
@@ -56,7 +56,7 @@ class IterableDataProvider(DataProvider):
                 f"an iterable of microbatches has no part per rank, and there are {context.num_data_ranks} data ranks; "
                 "use AutoDataProvider with the dataset, or a DataProvider of your own"
             )
-        self._seed = seed
+        self._seed, self._tells = seed, context.is_main
 
     def packs(self, position: dict[str, Any] | None) -> Iterator[Pack | list[Any]]:
         """The rest of one epoch. Its length need not be known; if the iterable has one, it is checked, not trusted."""
@@ -107,7 +107,8 @@ class IterableDataProvider(DataProvider):
                 "pass a new one, or an iterable that can be iterated again"
             )
         if start < num_read:
-            _log.warning("resuming the data by reading and dropping %d microbatches of epoch %d", num_read - start, epoch)
+            if self._tells:
+                _log.warning("resuming the data by reading and dropping %d microbatches of epoch %d", num_read - start, epoch)
             self._num_taken += reader.skip(num_read - start) * self._is_iterator
         return reader
 

@@ -172,7 +172,7 @@ class DataStream:
             return places[0]
         epoch = max((place.epoch for place in places), default=0)
         if any(place.num_packs for place in places if place.epoch == epoch):
-            _log.warning(
+            self._warn(
                 "the data position was saved on %d data rank(s) and now there are %d: %s keeps a position per data rank, so epoch %d "
                 "starts anew and samples come again. Set global_position = True of the provider if its positions hold for any number",
                 len(places), num_data_ranks, self._name, epoch,
@@ -182,7 +182,7 @@ class DataStream:
     def step_back(self) -> None:
         """Give the pack that was handed out last once more, because its step failed. An iterator that is read once cannot."""
         if self._provider.num_epochs == 1 and self._before is not self._head:
-            _log.warning("the pack of the failed step is lost: %s can be read only once", self._name)
+            self._warn("the pack of the failed step is lost: %s can be read only once", self._name)
             return
         self._go_on_from(Place.from_state(self._before.state_dict()))  # of this rank alone
 
@@ -295,6 +295,10 @@ class DataStream:
             )
         self._tail = self._tail.next_epoch()
 
+    def _warn(self, text: str, *arguments: object) -> None:
+        if self._ranks is None or self._ranks.rank == 0:  # it is the same on all ranks
+            _log.warning(text, *arguments)
+
     def _is_at_end(self) -> bool:
         epoch = self._tail.epoch
         if self.max_epochs is not None and epoch >= self.max_epochs:
@@ -302,7 +306,7 @@ class DataStream:
         ended = self._provider.num_epochs is not None and epoch >= self._provider.num_epochs
         if ended and not self._said_end:
             self._said_end = True
-            _log.warning(
+            self._warn(
                 "%s can be gone through %d time(s) and has no more packs: training ends here. Pass an iterable that can be iterated "
                 "again, such as a list or a DataLoader, for more epochs",
                 self._name, self._provider.num_epochs,
@@ -313,7 +317,7 @@ class DataStream:
         """The rest of the epoch at `_tail`, skipping packs of a provider that keeps no position."""
         packs = iter(self._provider.packs(self._tail.position_to_open()))
         if self._tail.is_counted and self._tail.num_packs:
-            _log.warning("%s gives no positions: resuming by reading and dropping %d packs", self._name, self._tail.num_packs)
+            self._warn("%s gives no positions: resuming by reading and dropping %d packs", self._name, self._tail.num_packs)
             for index in range(self._tail.num_packs):
                 with fork_random(*self._key, "pack", self._tail.epoch, index):
                     next(packs, None)

@@ -24,17 +24,26 @@ logger = logging.getLogger("trainer_kit")
 class NonFiniteGuard:
     """Checks the gradients of each step under the policy `"error"`, `"skip"` or `"ignore"`.
 
-    deferred: read the flags `delay` steps later, as on accelerators; else at once.
+    deferred: read the flags `delay` steps later, as on accelerators; else at once. tells: whether this rank says what all of them do.
     """
 
     def __init__(
-        self, gradients: Gradients, optimizer: torch.optim.Optimizer, policy: str, *, device: torch.device, deferred: bool, delay: int
+        self,
+        gradients: Gradients,
+        optimizer: torch.optim.Optimizer,
+        policy: str,
+        *,
+        device: torch.device,
+        deferred: bool,
+        delay: int,
+        tells: bool = True,
     ) -> None:
         self._gradients = gradients
         self._optimizer = optimizer
         self._policy = policy
         self._deferred = deferred
         self._delay = delay
+        self._tells = tells
         self._fused = takes_found_inf(optimizer)
         self._sticky = deferred and policy == "error"  # after a bad step nothing is updated until the host knows
         self._flag = torch.zeros((), dtype=torch.float32, device=device)
@@ -62,7 +71,7 @@ class NonFiniteGuard:
     def permits(self, step: int, weight: float | torch.Tensor) -> bool:
         """Whether this step updates the parameters; raises NonFiniteError under `"error"`."""
         if not self._is_on_device(weight) and _host_value(weight) == 0:
-            logger.warning("step %d: the weight of its pack is 0 (no sample or token counts), so nothing was updated", step)
+            self._tell("step %d: the weight of its pack is 0 (no sample or token counts), so nothing was updated", step)
             return False
         if self._policy == "ignore":
             return True
@@ -78,8 +87,12 @@ class NonFiniteGuard:
         if self._policy == "error":
             self._raise(step, self._gradients.norm_per_parameter(1.0), self._gradients.names_in_groups())
         self.num_skipped += 1
-        logger.warning("step %d: a gradient is not finite, so the step was skipped (%d skipped so far)", step, self.num_skipped)
+        self._tell("step %d: a gradient is not finite, so the step was skipped (%d skipped so far)", step, self.num_skipped)
         return False
+
+    def _tell(self, text: str, *arguments: object) -> None:
+        if self._tells:
+            logger.warning(text, *arguments)
 
     def _is_on_device(self, weight: float | torch.Tensor) -> bool:
         """Whether the weight can stay on the device: its zero is told to the optimizer, or nothing is withheld at all."""

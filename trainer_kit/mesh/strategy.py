@@ -81,7 +81,7 @@ class MeshStrategy(BaseModel):
         """
         place = find_place()
         resolved = self.resolve(place.world_size)
-        self._check_effect(resolved, place.world_size)
+        self._check_effect(resolved, place)
         domains = domains_of(resolved)
         if place.world_size == 1:
             return DistributedContext(strategy=resolved, device=_device(self.device))
@@ -103,9 +103,9 @@ class MeshStrategy(BaseModel):
             world=world,
         )
 
-    def _check_effect(self, resolved: MeshStrategy, world_size: int) -> None:
+    def _check_effect(self, resolved: MeshStrategy, place: Place) -> None:
         """Refuse what cannot be had, and what was asked for and does nothing; tell of what does nothing in this world only."""
-        if resolved.ep != 1 and world_size == 1:
+        if resolved.ep != 1 and place.world_size == 1:
             raise ConfigurationError(f"ep={resolved.ep} of MeshStrategy has no effect on one rank; leave it at 1")
         for name in ("pp", "cp_shard", "cp_replicate", "ep"):
             if getattr(resolved, name) > 1:
@@ -113,8 +113,9 @@ class MeshStrategy(BaseModel):
         if resolved.fsdp_sync == "pack" and resolved.dp_shard * resolved.cp_shard == 1:
             if self.dp_shard != -1:
                 raise ConfigurationError("fsdp_sync='pack' of MeshStrategy has no effect, nothing is sharded (dp_shard is 1); leave it out")
-            _logger.warning("fsdp_sync='pack' of MeshStrategy has no effect: one rank is left for dp_shard=-1, so nothing is sharded")
-        if resolved.backend is not None and world_size == 1:
+            if place.rank == 0:
+                _logger.warning("fsdp_sync='pack' of MeshStrategy has no effect: one rank is left for dp_shard=-1, so nothing is sharded")
+        if resolved.backend is not None and place.world_size == 1:
             _logger.warning("backend=%r of MeshStrategy has no effect: one process has no process group", resolved.backend)
 
 

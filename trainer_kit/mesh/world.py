@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 
+@dataclass
+class _Started:
+    """A default process group that was started here. It goes with the last of the worlds that use it."""
+
+    group: ProcessGroup
+    num_worlds: int = 0
+    failed: bool = False  # whether a world of it ended by an error: a collective may be half done
+
+
+_started: _Started | None = None  # the newest one
+
+
 class World:
     """The ranks of a run. Making one is a collective; closing it is none.
 
@@ -33,17 +46,19 @@ class World:
         import torch.distributed as dist
 
         timeout = timedelta(seconds=setup)
-        self._owns_group = not dist.is_initialized()
-        if self._owns_group:
+        is_new = not dist.is_initialized()
+        if is_new:
             start_process_group(place, device_type, backend, timeout)
         elif backend is not None:
             _check_backend(backend)
         default = dist.group.WORLD
         assert default is not None
+        self._started = _join(default, is_new)
+        self._is_open = True
         groups = groups_under(default, timeout)
         host = groups.for_host("host")
         self.meshes = Meshes(domains, groups, device_type)
-        self.timeouts = Timeouts(groups, default, setup, step, borrowed=not self._owns_group)
+        self.timeouts = Timeouts(groups, default, setup, step, borrowed=not is_new)
         store = _own_store(place, host)
         self.failures = FailureWatch(
             store,
@@ -55,18 +70,40 @@ class World:
         self.host = WorldChannel(host, store, functools.partial(groups.for_host, "background"), self.failures)
 
     def close(self) -> None:
-        """Destroy the process groups if they were started here, else leave them as they were. Repeated calls do nothing."""
+        """Destroy the process groups if they were started here and no other world uses them, else leave them as they were.
+
+        Repeated calls do nothing.
+        """
         import torch.distributed as dist
 
-        if self._owns_group and dist.is_initialized():
-            if self.failures.failed:  # a collective may be half done
-                abort_process_groups()
-            else:
-                dist.destroy_process_group()
-            forget_meshes()  # a mesh of the same shape in a new world has other groups
-        elif not self._owns_group and dist.is_initialized():
+        if not self._is_open:
+            return
+        self._is_open = False
+        started = self._started
+        if started is not None:
+            started.num_worlds -= 1
+            started.failed |= self.failures.failed
+        if not dist.is_initialized() or (started is not None and (started.num_worlds or dist.group.WORLD is not started.group)):
+            return
+        if started is None:
             self.timeouts.give_back()
-        self._owns_group = False
+            return
+        if started.failed:
+            abort_process_groups()
+        else:
+            dist.destroy_process_group()
+        forget_meshes()  # a mesh of the same shape in a new world has other groups
+
+
+def _join(default: ProcessGroup, is_new: bool) -> _Started | None:
+    """One world more that uses the default group; None if that was not started here."""
+    global _started
+    if is_new:
+        _started = _Started(default)
+    elif _started is None or _started.group is not default:
+        return None
+    _started.num_worlds += 1
+    return _started
 
 
 def start_process_group(place: Place, device_type: str, backend: str | None, timeout: timedelta) -> None:

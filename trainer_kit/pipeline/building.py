@@ -6,15 +6,17 @@ builds the program of all ranks from the same numbers, so nothing here may depen
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import gc
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from operator import itemgetter
 
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.pipeline.actions import Action, Kind, Step
 from trainer_kit.pipeline.checking import check_program
-from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.program import Program
-from trainer_kit.pipeline.schedules import Schedule, find_schedule, forward_only
+from trainer_kit.pipeline.schedules import SCHEDULES, Schedule, find_schedule, forward_only
 from trainer_kit.pipeline.transfers import with_earlier_receives, with_transfers
 
 
@@ -35,62 +37,80 @@ def build_program(
     """
     schedule = find_schedule(schedule) if isinstance(schedule, str) else schedule
     layout = schedule.layout(num_ranks, stages_per_rank)
-    if num_microbatches < 1:
-        raise ConfigurationError(f"num_microbatches={num_microbatches} of a pipeline program, expected 1 or more")
     if wrong := set(sharded_stages) - set(range(layout.num_stages)):
         raise ConfigurationError(f"sharded_stages names {sorted(wrong)}, but the pipeline has stages 0 to {layout.num_stages - 1}")
-    lists = with_transfers(schedule.compute_order(layout, num_microbatches), layout, num_microbatches)
-    if receive_ahead:
-        lists = [with_earlier_receives(steps, receive_ahead) for steps in lists]
-    if sharded_stages:
-        lists = [with_sharded_stages(steps, sharded_stages) for steps in lists]
-    program = Program(
-        schedule=schedule.name,
-        layout=layout,
-        num_microbatches=num_microbatches,
-        steps=tuple(map(tuple, lists)),
-        trains=schedule.trains,
-        sharded_stages=frozenset(sharded_stages),
-        receives_wait=not receive_ahead,
-    )
-    check_program(program)
+    if receive_ahead < 0:
+        raise ConfigurationError(f"receive_ahead={receive_ahead} of a pipeline program, expected 0 or more computations")
+    with _collector_paused():
+        lists = with_transfers(schedule.compute_order(layout, num_microbatches), layout, num_microbatches)
+        if receive_ahead:
+            lists = [with_earlier_receives(steps, receive_ahead) for steps in lists]
+        if sharded_stages:
+            here = [set(sharded_stages).intersection(layout.stages_of(rank)) for rank in range(num_ranks)]
+            lists = [with_sharded_stages(steps, stages) if stages else steps for steps, stages in zip(lists, here, strict=True)]
+        program = Program(
+            schedule=schedule.name,
+            layout=layout,
+            num_microbatches=num_microbatches,
+            steps=tuple(map(tuple, lists)),
+            trains=schedule.trains,
+            sharded_stages=frozenset(sharded_stages),
+            receives_wait=not receive_ahead,
+        )
+        check_program(program)
     return program
 
 
-def with_sharded_stages(steps: list[Step], sharded_stages: Collection[int]) -> list[Step]:
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Large programs are some hundred thousand small tuples that all stay: each collection while they grow would walk all of them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def with_sharded_stages(steps: list[Step], stages: Collection[int]) -> list[Step]:
     """The list of one rank with the actions of its FSDP stages.
 
     Each is unsharded once, one computation before its first use so that the gathering overlaps with it, and resharded once, after its
     last use; in between it stays whole: one all-gather and one reduce-scatter per pack. The gradient is reduced after the last backward
     and its sends, before the reshard, as FSDP itself does it.
     """
-    computes = [position for position, step in enumerate(steps) if step.parts[0].kind.is_compute]
-    first: dict[int, int] = {}
-    last: dict[int, tuple[int, Kind]] = {}
-    for number, position in enumerate(computes):
-        for kind, stage, _ in steps[position].parts:
-            if stage in sharded_stages:
-                first.setdefault(stage, computes[max(0, number - 1)])
-                last[stage] = position, kind
-    before: dict[int, list[Step]] = {}
-    after: dict[int, list[Step]] = {}
-    for stage, position in first.items():
-        before.setdefault(position, []).append(Action(Kind.UNSHARD, stage))
-    for stage, (position, kind) in last.items():
-        if kind != Kind.FORWARD:
-            after.setdefault(_after_sends(steps, position), []).append(Action(Kind.REDUCE_GRADIENT, stage))
-        after.setdefault(_after_sends(steps, position), []).append(Action(Kind.RESHARD, stage))
-    result: list[Step] = []
-    for position, step in enumerate(steps):
-        result += [*before.get(position, ()), step, *after.get(position, ())]
+    inserts: list[tuple[int, Action]] = []
+    missing, previous = set(stages), 0
+    for position, action in _computations(steps, range(len(steps))):
+        if action.stage in missing:
+            missing.remove(action.stage)
+            inserts.append((previous, Action(Kind.UNSHARD, action.stage)))
+        if not missing:
+            break
+        previous = position
+    missing = set(stages)
+    for position, action in _computations(steps, reversed(range(len(steps)))):
+        if action.stage in missing:
+            missing.remove(action.stage)
+            while position + 1 < len(steps) and steps[position + 1].parts[0].kind.is_send:
+                position += 1  # others wait for what is sent, nobody for the gradient of the parameters
+            if action.kind != Kind.FORWARD:
+                inserts.append((position + 1, Action(Kind.REDUCE_GRADIENT, action.stage)))
+            inserts.append((position + 1, Action(Kind.RESHARD, action.stage)))
+        if not missing:
+            break
+    result = steps.copy()
+    for position, action in sorted(inserts, key=itemgetter(0))[::-1]:  # the last first, and equal ones so that they keep their order
+        result.insert(position, action)
     return result
 
 
-def _after_sends(steps: list[Step], position: int) -> int:
-    """The position of the last send of what is computed at `position`, or itself: others wait for sends, nobody for what follows."""
-    while position + 1 < len(steps) and steps[position + 1].parts[0].kind.is_send:
-        position += 1
-    return position
+def _computations(steps: list[Step], positions: Iterable[int]) -> Iterator[tuple[int, Action]]:
+    for position in positions:
+        for action in steps[position].parts:
+            if action.kind.is_compute:
+                yield position, action
 
 
 class ProgramCache:
@@ -107,6 +127,9 @@ class ProgramCache:
         keep: int = 16,
     ) -> None:
         self.schedule = find_schedule(schedule) if isinstance(schedule, str) else schedule
+        if not self.schedule.trains:
+            names = ", ".join(sorted(name for name, other in SCHEDULES.items() if other.trains))
+            raise ConfigurationError(f"the pipeline schedule {self.schedule.name!r} has no backwards; choose one that trains: {names}")
         self.layout = self.schedule.layout(num_ranks, stages_per_rank)
         self._sharded_stages, self._receive_ahead = frozenset(sharded_stages), receive_ahead
         self._build = lru_cache(maxsize=keep)(self._build_one)

@@ -8,10 +8,10 @@ completes under any softer rules, because nothing depends on who comes first. It
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.pipeline.actions import Action, Kind, Pair, Step
@@ -44,11 +44,22 @@ _RULES = (
     (_INPUT, _SENT_GRADIENT),
     (_POSTED_GRADIENT, _HAS_GRADIENT),
 )
+_OTHER_SIDE = {  # what each waits for, and how far its stage is
+    Kind.FORWARD: (Kind.SEND_ACTIVATIONS, -1),
+    Kind.BACKWARD: (Kind.SEND_GRADIENT, 1),
+    Kind.BACKWARD_INPUT: (Kind.SEND_GRADIENT, 1),
+    Kind.SEND_ACTIVATIONS: (Kind.RECEIVE_ACTIVATIONS, 1),
+    Kind.RECEIVE_ACTIVATIONS: (Kind.SEND_ACTIVATIONS, -1),
+    Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
+    Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT, 1),
+}
 _POSTED_FOR = {_HAS_ACTIVATIONS: _POSTED_ACTIVATIONS, _HAS_GRADIENT: _POSTED_GRADIENT}
 
 
 def check_program(program: Program) -> None:
     """Raises ConfigurationError that names rank, stage and microbatch of the first thing that is wrong."""
+    if len(program.steps) != program.layout.num_ranks:
+        raise ConfigurationError(f"{program!r} has lists for {len(program.steps)} ranks, expected {program.layout.num_ranks}")
     _Check(program).run()
 
 
@@ -64,11 +75,10 @@ class _Check:
         self.reduced: set[int] = set()
         self.resharded: set[int] = set()
         self.handovers = self._handovers()
-        self.posted = {(a, b): deque[Action]() for r, s in zip(ranks, ranks[1:], strict=False) if r != s for a, b in ((r, s), (s, r))}
-        self.lists = [self._flat(rank, steps) for rank, steps in enumerate(program.steps)]
-        self.positions = [0] * len(self.lists)
-        self.waiting: list[Action | None] = [None] * len(self.lists)
-        self.runnable = deque(range(len(self.lists)))
+        self.posted = {(a, b): deque[Action]() for r, s in pairwise(ranks) if r != s for a, b in ((r, s), (s, r))}
+        self.todo = [iter(self._flat(rank, steps)) for rank, steps in enumerate(program.steps)]
+        self.waiting: list[Action | None] = [None] * len(self.todo)
+        self.runnable = deque(range(len(self.todo)))
 
     def _handovers(self) -> list[list[tuple[list[int], int] | None]]:
         """By kind and stage: what a computation puts where, without a transfer: into the next or previous stage on the same rank, and
@@ -83,11 +93,7 @@ class _Check:
 
     def _flat(self, rank: int, steps: tuple[Step, ...]) -> Sequence[Action]:
         """The actions of a rank, pairs taken apart after a look at them; those that this rank cannot have are refused."""
-        for pair in [step for step in steps if isinstance(step, Pair)]:
-            kinds = (pair.forward.kind, pair.backward.kind)
-            if kinds != (Kind.FORWARD, Kind.BACKWARD) or pair.forward[1:] == pair.backward[1:]:
-                self.fail(rank, pair, "a pair is a forward and a full backward of another microbatch or stage, which may overlap")
-        flat = [part for step in steps for part in step.parts]
+        flat = [*self._apart(rank, steps)] if Pair in set(map(type, steps)) else cast("tuple[Action, ...]", steps)
         here, count = self.layout.stages_of(rank), self.program.num_microbatches
         if wrong := set(map(itemgetter(1), flat)).difference(here):
             action = next(action for action in flat if action.stage in wrong)
@@ -99,20 +105,27 @@ class _Check:
                 self.fail(rank, action, f"the microbatch is {microbatch}, expected {wanted}")
         return flat
 
+    def _apart(self, rank: int, steps: tuple[Step, ...]) -> Iterator[Action]:
+        for step in steps:
+            if isinstance(step, Pair):
+                kinds = (step.forward.kind, step.backward.kind)
+                if kinds != (Kind.FORWARD, Kind.BACKWARD) or step.forward[1:] == step.backward[1:]:
+                    self.fail(rank, step, "a pair is a forward and a full backward that may overlap, of two microbatches or stages")
+            yield from step.parts
+
     def run(self) -> None:
-        if len(self.lists) != self.layout.num_ranks:
-            raise ConfigurationError(f"{self.program!r} has lists for {len(self.lists)} ranks, expected {self.layout.num_ranks}")
         do = [self._compute] * 4 + [self._send, self._receive] * 2 + [self._unshard, self._reshard, self._reduce]
         while self.runnable:
             rank = self.runnable.popleft()
-            actions, position, waited = self.lists[rank], self.positions[rank], self.waiting[rank]
+            waited = self.waiting[rank]
             self.waiting[rank] = None
-            for action in islice(actions, position, None):
-                if not do[action[0]](rank, action, action is waited):
+            if waited is not None and not do[waited.kind](rank, waited, True):
+                self.waiting[rank] = waited
+                continue
+            for action in self.todo[rank]:
+                if not do[action[0]](rank, action, False):
                     self.waiting[rank] = action
                     break
-                position += 1
-            self.positions[rank] = position
         self._check_end()
 
     def _compute(self, rank: int, action: Action, again: bool) -> bool:
@@ -201,7 +214,7 @@ class _Check:
         return True
 
     def _check_end(self) -> None:
-        stuck = [rank for rank, actions in enumerate(self.lists) if self.positions[rank] < len(actions)]
+        stuck = [rank for rank, action in enumerate(self.waiting) if action is not None]
         if stuck:
             raise ConfigurationError(f"{self.program!r} ends in a deadlock: {'; '.join(map(self._wait_of, stuck[:4]))}; change its order")
         for stage, row in enumerate(self.state):
@@ -219,11 +232,17 @@ class _Check:
 
     def _wait_of(self, rank: int) -> str:
         """What a rank waits for, and what the other side does instead."""
-        action = self.lists[rank][self.positions[rank]]
-        ahead = action.kind in (Kind.SEND_ACTIVATIONS, Kind.RECEIVE_GRADIENT, Kind.BACKWARD, Kind.BACKWARD_INPUT)
-        peer = self.layout.ranks[action.stage + (1 if ahead else -1)]
-        rest = self.lists[peer][self.positions[peer] :]
-        return f"rank {rank} waits in '{action}' for rank {peer}, which {f'is at {str(rest[0])!r}' if rest else 'is at its end'}"
+        action = self.waiting[rank]
+        assert action is not None
+        kind, step = _OTHER_SIDE[action.kind]
+        other = action._replace(kind=kind, stage=action.stage + step)
+        peer = self.layout.ranks[other.stage]
+        theirs = self.waiting[peer]
+        if all(part != other for steps in self.program.steps[peer] for part in steps.parts):
+            does = "does not have it"
+        else:
+            does = f"waits in '{theirs}'" if theirs else "is at its end"
+        return f"rank {rank} waits in '{action}' for '{other}' of rank {peer}, which {does}"
 
     def _all_of(self, stage: int) -> int:
         """What has happened to each microbatch of a stage in a complete program."""

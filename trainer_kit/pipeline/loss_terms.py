@@ -92,8 +92,17 @@ class SharedWeights:
         if not others and not added:
             return terms
         terms += [Term(other, _without_weight(other, value), weight, weight) for other, value in others]
-        terms += [Term(extra.name, extra.value, weight, weight * extra.coefficient, extra.coefficient) for extra in added]
-        return terms
+        return terms + _added_terms(added, weight)
+
+    def added_terms(self, index: int, added: Sequence[AddedLoss]) -> list[Term]:
+        """The terms that a pipeline stage before the last one added; what `compute_loss` returns is not known there."""
+        weight = self._declared[index]
+        if weight is None and added:
+            raise ConfigurationError(
+                f"context.add_loss({added[0].name!r}, ...) was called in a pipeline stage before the last one, which does not know the weight "
+                "of the microbatch; declare it as ForwardInputs.weight in place of returning it with the loss"
+            )
+        return _added_terms(added, 0 if weight is None else weight)
 
     def _main(self, index: int, returned: Any) -> tuple[torch.Tensor, Weight]:
         declared = self._declared[index]
@@ -148,10 +157,14 @@ class TermWeights:
             raise ConfigurationError(
                 f"compute_loss returned the terms {missing} without a weight in ForwardInputs.weight, which declares {list(declared)}"
             )
-        main = next(iter(self.totals))
         terms = [Term(n, _without_weight(n, value), declared[n], self._start(n, declared[n])) for n, value in returned.items()]
+        return terms + self.added_terms(index, added)
+
+    def added_terms(self, index: int, added: Sequence[AddedLoss]) -> list[Term]:
+        """The terms that a forward added."""
+        declared, terms = self._declared[index], []
         for extra in added:
-            name = extra.name if extra.name in declared else main
+            name = extra.name if extra.name in declared else next(iter(self.totals))
             weight = declared.get(name, 0)
             start = self._start(name, weight) * extra.coefficient
             terms.append(Term(extra.name, extra.value, weight, start, extra.coefficient))
@@ -164,6 +177,10 @@ class TermWeights:
         if isinstance(mine, torch.Tensor):
             return weight * self.total / torch.where(mine == 0, 1, mine)
         return weight * self.total / mine if mine else 0.0
+
+
+def _added_terms(added: Sequence[AddedLoss], weight: Weight) -> list[Term]:
+    return [Term(extra.name, extra.value, weight, weight * extra.coefficient, extra.coefficient) for extra in added]
 
 
 def main_total(totals: Iterable[Weight]) -> Weight:

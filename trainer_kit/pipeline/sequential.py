@@ -7,7 +7,6 @@ passes that have no effect.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,26 +15,16 @@ import torch
 from torch import nn
 
 from trainer_kit.data import Pack, batch_size
-from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.mesh.context import DistributedContext
 from trainer_kit.metrics import Metric
+from trainer_kit.pipeline.inputs import filler_inputs, forward_inputs
+from trainer_kit.pipeline.loss_starts import LossStarts, counted
 from trainer_kit.pipeline.loss_sums import LossSums
 from trainer_kit.pipeline.loss_terms import SharedWeights, Term, TermWeights, check_loss, pack_weights
 from trainer_kit.pipeline.rank_weights import OwnWeights, RankWeights
 from trainer_kit.pipeline.zero_pass import check_roots, ends_of, not_reached, without_trace, zeros_for
-from trainer_kit.random_state import forked
 from trainer_kit.task import ForwardInputs, Task, Weight
-from trainer_kit.torch_private import read_cpu_scalar, run_backward, whole_tensor
-
-
-def forward_inputs(task: Task, microbatch: Any) -> ForwardInputs:
-    """What the task makes of a microbatch, checked to be ForwardInputs."""
-    given = task.build_forward_inputs(microbatch)
-    if not isinstance(given, ForwardInputs):
-        raise ConfigurationError(
-            f"{type(task).__name__}.build_forward_inputs returned a {type(given).__name__}, expected ForwardInputs(inputs=..., state=...)"
-        )
-    return given
+from trainer_kit.torch_private import run_backward, whole_tensor
 
 
 def _ignore(is_last: bool) -> None:
@@ -68,8 +57,7 @@ class SequentialRunner:
         has_loss_peers = self._several and context.world_size > context.num_tensor_ranks
         self._totals = RankWeights(context) if has_loss_peers else OwnWeights()
         self._ends: list[torch.Tensor] = []  # of the graph of the running microbatch, in lockstep
-        self._starts: dict[tuple[float, torch.dtype, int], torch.Tensor] = {}
-        self._warned: set[str] = set()
+        self._starts = LossStarts(self._several)
 
     def run_pack(
         self,
@@ -100,7 +88,7 @@ class SequentialRunner:
         if weights.assumed and len(inputs) > 1:
             sizes = [batch_size(microbatch) for microbatch in pack.microbatches]
             if len(set(sizes)) > 1:
-                self._warn_of_sizes(sizes)
+                self._starts.warn_of_sizes(sizes)
         return weights.total
 
     def _run_on_ranks(
@@ -133,14 +121,14 @@ class SequentialRunner:
             if on_microbatch is not None:
                 on_microbatch(index, terms[0].loss.detach() if terms else None)
         if num_fillers:
-            filler = inputs[counting[-1]] if counting else self._filler(pack, task)
+            filler = inputs[counting[-1]] if counting else filler_inputs(pack, task, self._context.device)
             for left in reversed(range(num_fillers)):
                 begin(left == 0)
                 self._run_without_effect(filler, training=True)
         sizes = [batch_size(microbatch) for microbatch in pack.microbatches] if weights.assumed else []
         total = self._totals.finish([size for size in sizes if size is not None])
-        if self._totals.sizes_differ:
-            self._warn_of_sizes(sizes)
+        if self._totals.sizes_differ and self._context.is_main:
+            self._starts.warn_of_sizes(sizes)
         return total
 
     def _num_fillers(self, pack: Pack, num_run: int) -> int:
@@ -148,17 +136,6 @@ class SequentialRunner:
         if not self._fills_up:
             return 0
         return max(pack.num_on_all or 0, len(pack.microbatches)) - num_run
-
-    def _filler(self, pack: Pack, task: Task) -> ForwardInputs:
-        """What a pass without effect runs where nothing counts: the last microbatch of this rank, or the one that the data gave."""
-        microbatch = pack.microbatches[-1] if pack.microbatches else pack.filler
-        if microbatch is None:
-            raise ConfigurationError(
-                "this data rank has no microbatch in a step in which others have, and Pack.filler is None; "
-                "set it to any microbatch, which is run without effect"
-            )
-        with forked(self._context.device):
-            return forward_inputs(task, microbatch)
 
     def _run_without_effect(self, given: ForwardInputs, *, training: bool) -> None:
         with without_trace(self._context.device, self._modules):
@@ -196,7 +173,7 @@ class SequentialRunner:
 
     def _fill_up_forwards(self, pack: Pack, task: Task, num_run: int) -> None:
         if num_fillers := self._num_fillers(pack, num_run):
-            filler = self._filler(pack, task)
+            filler = filler_inputs(pack, task, self._context.device)
             for _ in range(num_fillers):
                 self._run_without_effect(filler, training=False)
 
@@ -232,44 +209,15 @@ class SequentialRunner:
         return terms
 
     def _backward(self, terms: list[Term]) -> None:
-        # A term of weight 0 may be nan (a mean over nothing), which 0 times nan would bring into the gradients.
-        counted = [term for term in terms if isinstance(term.start, torch.Tensor) or term.start]
-        if counted:
-            run_backward(tuple([term.loss for term in counted]), tuple([self._start(term) for term in counted]))
+        to_count = counted(terms)
+        if to_count:
+            run_backward(tuple([term.loss for term in to_count]), tuple([self._starts.of(term) for term in to_count]))
 
     def _backward_in_lockstep(self, terms: list[Term]) -> None:
         """`_backward` that goes back from everything a pass without effect does: else its collectives would wait for these."""
         ends, self._ends = self._ends, []
-        counted = [term for term in terms if isinstance(term.start, torch.Tensor) or term.start]
-        losses = [term.loss for term in counted]
+        to_count = counted(terms)
+        losses = [term.loss for term in to_count]
         more = not_reached(losses, ends)
         check_roots(losses + more)
-        run_backward((*losses, *more), (*(self._start(term) for term in counted), *zeros_for(more)))
-
-    def _start(self, term: Term) -> torch.Tensor:
-        """The tensor from which the backward of a term starts; those of host weights are kept."""
-        loss, start = term.loss, term.start
-        if isinstance(start, torch.Tensor):
-            return start.to(loss.device, loss.dtype).reshape(loss.shape)
-        key = (start, loss.dtype, loss.dim())
-        kept = self._starts.get(key)
-        if kept is None:
-            if len(self._starts) > 1000:
-                self._starts.clear()
-            if loss.dtype.itemsize < 4 and read_cpu_scalar(torch.tensor(start, dtype=loss.dtype)) != start:
-                self._warn_once(f"the weight {start} is no {loss.dtype}, the dtype of the loss: return the loss in fp32", key="dtype")
-            kept = self._starts[key] = torch.full_like(loss, float(start), requires_grad=False)
-        return kept
-
-    def _warn_of_sizes(self, sizes: Sequence[int | None]) -> None:
-        others = " on this rank and others on others" if self._several and len(set(sizes)) == 1 else ""
-        self._warn_once(
-            f"the microbatches of a step have {sizes} samples{others} but each counts 1, because the task declares no weight; "
-            "set weight= of ForwardInputs, or return Loss(loss, weight), to make the loss the mean over samples",
-            key="sizes",
-        )
-
-    def _warn_once(self, text: str, *, key: str) -> None:
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(text, stacklevel=2)
+        run_backward((*losses, *more), (*map(self._starts.of, to_count), *zeros_for(more)))

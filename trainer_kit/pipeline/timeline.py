@@ -45,14 +45,14 @@ class Timeline:
             found[span.rank].append(span)
         return tuple(found[rank] for rank in range(self.num_ranks))
 
-    @property
+    @cached_property
     def duration(self) -> float:
         """From the first start to the last end on any rank."""
         if not self.spans:
             return 0.0
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
 
-    @property
+    @cached_property
     def busy(self) -> tuple[float, ...]:
         """The time that each rank computes."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.by_rank)

@@ -37,7 +37,7 @@ def with_transfers(orders: Order, layout: StageLayout, num_microbatches: int) ->
                 heads[rank] = following
         if stuck:
             waits = ", ".join(f"rank {rank} for the inputs of '{head}'" for rank, head in list(heads.items())[:4])
-            raise ConfigurationError(f"the compute order of the schedule has a circle: these wait for each other: {waits}; change its order")
+            raise ConfigurationError(f"the compute order of the schedule has a circle: these ranks wait: {waits}; change its order")
     return simulation.lists
 
 

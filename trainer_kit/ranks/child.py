@@ -26,6 +26,7 @@ def become_rank(output: int | None) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # when the thread that forked it ends
     signal.set_wakeup_fd(-1)  # an event loop's; it would wake the parent
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if output is not None:
         os.dup2(output, 1)
         os.dup2(output, 2)

@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from trainer_kit.exceptions import ConfigurationError, StateError, UnsupportedError
+from trainer_kit.exceptions import ConfigurationError, Interrupted, StateError, UnsupportedError
 from trainer_kit.ranks.calls import Call, make_call
 from trainer_kit.ranks.child import inside_rank
-from trainer_kit.ranks.collecting import collect, wait_for_end
+from trainer_kit.ranks.collecting import Readers, collect, wait_for_end
 from trainer_kit.ranks.direct import DirectRanks
 from trainer_kit.ranks.environment import ADDRESS, rank_environment
 from trainer_kit.ranks.launched import Start, serve
 from trainer_kit.ranks.outcomes import Outcome, Returned, results
 from trainer_kit.ranks.output import Relay, shares_standard_output
 from trainer_kit.ranks.processes import Rank, Template
+from trainer_kit.ranks.termination import Termination
 
 _INTERRUPT_GRACE = 5.0  # seconds in which ranks may end a step in order after Ctrl-C
 _ERROR_GRACE = 1.5  # seconds in which ranks that have raised may leave by themselves
@@ -52,32 +53,42 @@ class Launch:
             self._starter, self._entry = Template(self._environment), "trainer_kit.ranks.launched:serve"
 
     def run(self) -> list[Any]:
-        """The results by rank."""
-        try:
-            return results("launch", self._outcomes(), printed={})
-        finally:
-            self._starter.close()
-            self._relay.close()
-            for rank in self._ranks.values():
-                rank.close()
+        """The results by rank. SIGTERM is passed on; if the ranks then end, so does this process, with their words."""
+        with Termination(lambda: self._starter.signal(self._ranks.values(), signal.SIGTERM)) as termination:
+            try:
+                readers = {**self._start(), termination.reader: termination.read}
+                return results("launch", self._outcomes(readers), printed={})
+            except StateError as error:
+                if termination.asked:
+                    raise Interrupted(str(error.__cause__ or error)) from error
+                raise
+            finally:
+                self._starter.close()
+                self._relay.close()
+                for rank in self._ranks.values():
+                    rank.close()
 
-    def _outcomes(self) -> dict[int, Outcome]:
-        store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
+    def _start(self) -> Readers:
+        self._store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
         self._fork()
         for number, rank in self._ranks.items():
-            environment = rank_environment(self._environment, number, self._num_ranks, store.port)
+            environment = rank_environment(self._environment, number, self._num_ranks, self._store.port)
             rank.send(pickle.dumps(Start(self._call, environment, self._threads, sys.argv)))
+        return self._relay.readers
+
+    def _outcomes(self, readers: Readers) -> dict[int, Outcome]:
+        ranks = self._ranks.values()
         try:
-            outcomes = collect(self._ranks, None, self._relay.readers)
+            outcomes = collect(self._ranks, None, readers)
             if all(isinstance(outcome, Returned) for outcome in outcomes.values()):
-                for rank in self._ranks.values():
+                for rank in ranks:
                     rank.send(b"")  # nobody needs anybody any more
-                self._wait_for_end(None)  # as long as it takes, such as a checkpoint still being written
+                wait_for_end(ranks, None, readers)  # as long as it takes, such as a checkpoint still being written
             else:
-                self._wait_for_end(_ERROR_GRACE)
+                wait_for_end(ranks, _ERROR_GRACE, readers)
         except KeyboardInterrupt:
-            self._starter.signal(self._ranks.values(), signal.SIGINT)
-            self._wait_for_end(_INTERRUPT_GRACE)
+            self._starter.signal(ranks, signal.SIGINT)
+            wait_for_end(ranks, _INTERRUPT_GRACE, readers)
             raise
         return outcomes
 
@@ -90,9 +101,6 @@ class Launch:
             self._ranks[number] = self._starter.fork(self._entry, output)
             if output is not None:
                 os.close(output)
-
-    def _wait_for_end(self, timeout: float | None) -> None:
-        wait_for_end(self._ranks.values(), timeout, self._relay.readers)
 
 
 def _check(num_processes: int) -> None:

@@ -68,8 +68,14 @@ def raised(error: BaseException) -> Raised:
     if type(error) is AssertionError and not error.args:  # outside of pytest's own process an assert tells no values
         *_, last = traceback.walk_tb(trace)
         text += _locals_of(last[0])
-    summary = traceback.format_exception_only(type(error), error)[-1].strip()
-    return Raised(summary, text, now, _pickled(error))
+    return Raised(_in_one_line(error), text, now, _pickled(error))
+
+
+def _in_one_line(error: BaseException) -> str:
+    """As the last line of a traceback, without the notes that were added to the error."""
+    described = traceback.TracebackException.from_exception(error)
+    described.__notes__ = None
+    return list(described.format_exception_only())[-1].strip()
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -10,7 +10,7 @@
 | zbv | 2 | v | 0 for F = I = W, within each rank's own span | 2p | any |
 | dualpipe_v | 2 | v | (p-1)(F&B+B-3W) | 2p + 1 | 2p or more |
 | forward_only_loop | any | loop | (p-1)F | none | any |
-| forward_only_v | any | v | 2(p-1)F with two stages per rank | none | any |
+| forward_only_v | 2 | v | 2(p-1)F | none | any |
 
 Times are those of one stage, which is v times smaller with v stages per rank; B = I + W; activations are counted in stages. m is the
 number of microbatches, s those of a round: m / max(1, m // p), rounded up. Bubbles hold from p microbatches on (zbv: 2p - 1).
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from trainer_kit.exceptions import ConfigurationError, nearest
 from trainer_kit.pipeline.schedules.breadth_first import breadth_first, breadth_first_peak
-from trainer_kit.pipeline.schedules.dualpipe_v import dualpipe_v, dualpipe_v_needs, dualpipe_v_peak
+from trainer_kit.pipeline.schedules.dualpipe_v import dualpipe_v, dualpipe_v_peak
 from trainer_kit.pipeline.schedules.forward_only import forward_loop, forward_v, no_activations
 from trainer_kit.pipeline.schedules.interleaved import interleaved, interleaved_peak, zero_bubble, zero_bubble_peak
 from trainer_kit.pipeline.schedules.one_stage import gpipe, gpipe_peak, one_forward_one_backward, one_forward_one_backward_peak
@@ -38,11 +38,9 @@ SCHEDULES: dict[str, Schedule] = {
         Schedule("looped_bfs", "loop", breadth_first, breadth_first_peak),
         Schedule("zb1p", "loop", zero_bubble, zero_bubble_peak, splits_backward=True),
         Schedule("zbv", "v", zbv, zbv_peak, stages_per_rank=2, splits_backward=True),
-        Schedule(
-            "dualpipe_v", "v", dualpipe_v, dualpipe_v_peak, stages_per_rank=2, splits_backward=True, min_microbatches=dualpipe_v_needs
-        ),
+        Schedule("dualpipe_v", "v", dualpipe_v, dualpipe_v_peak, stages_per_rank=2, splits_backward=True, microbatches_per_rank=2),
         Schedule("forward_only_loop", "loop", forward_loop, no_activations, trains=False),
-        Schedule("forward_only_v", "v", forward_v, no_activations, trains=False),
+        Schedule("forward_only_v", "v", forward_v, no_activations, stages_per_rank=2, trains=False),
     )
 }
 

@@ -28,5 +28,5 @@ def _one_rank(layout: StageLayout, num_microbatches: int, rank: int) -> list[Ste
     return order
 
 
-def breadth_first_peak(layout: StageLayout, num_microbatches: int, rank: int) -> int:
+def breadth_first_peak(layout: StageLayout, num_microbatches: int, _rank: int) -> int:
     return num_microbatches * layout.stages_per_rank

@@ -98,9 +98,5 @@ def _cool_down(write: _Writer, rank: int, behind: int) -> None:
         write.oldest_weights()
 
 
-def dualpipe_v_peak(layout: StageLayout, num_microbatches: int, rank: int) -> int:
+def dualpipe_v_peak(layout: StageLayout, _num_microbatches: int, _rank: int) -> int:
     return 2 * layout.num_ranks + 1
-
-
-def dualpipe_v_needs(num_ranks: int) -> int:
-    return 2 * num_ranks

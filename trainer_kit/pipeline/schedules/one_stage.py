@@ -24,7 +24,7 @@ def gpipe(layout: StageLayout, num_microbatches: int) -> Order:
     return [actions(Kind.FORWARD, rank, every) + actions(Kind.BACKWARD, rank, every) for rank in range(layout.num_ranks)]
 
 
-def gpipe_peak(layout: StageLayout, num_microbatches: int, rank: int) -> int:
+def gpipe_peak(_layout: StageLayout, num_microbatches: int, _rank: int) -> int:
     return num_microbatches
 
 
@@ -33,7 +33,9 @@ def one_forward_one_backward(layout: StageLayout, num_microbatches: int) -> Orde
 
     Narayanan et al. 2019, PipeDream, arXiv:1806.03377; with one update per step: Fan et al. 2021, DAPPLE, arXiv:2007.01045, and Narayanan
     et al. 2021, arXiv:2104.04473 section 2.2.1. Bubble (p - 1)(F + B) as GPipe, but rank r keeps at most p - r activations. With fewer
-    microbatches than ranks, which torch refuses, the forwards at the start are all of them.
+    microbatches than ranks, which torch refuses, the forwards at the start are all of them; otherwise the order is that which torch runs
+    (its table `pipeline_order` counts the forwards of the last rank from 1 instead of 0). No transfer is hidden: where they count,
+    interleaved 1F1B with one stage per rank runs twice as many forwards ahead.
     """
     return [_one_rank(rank, _warmup(layout, num_microbatches, rank), num_microbatches) for rank in range(layout.num_ranks)]
 

@@ -5,6 +5,8 @@ Shared by the looped schedules; knows only numbers.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 
 def rounds(num_ranks: int, num_microbatches: int) -> list[range]:
     """The microbatches of each round: as many rounds as have at least `num_ranks` microbatches each, sizes as equal as possible.
@@ -15,4 +17,4 @@ def rounds(num_ranks: int, num_microbatches: int) -> list[range]:
     number = max(1, num_microbatches // num_ranks)
     size, longer = divmod(num_microbatches, number)
     starts = [index * size + min(index, longer) for index in range(number + 1)]
-    return [range(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(starts)]

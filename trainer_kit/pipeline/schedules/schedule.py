@@ -22,7 +22,8 @@ class Schedule:
 
     order: (layout, num_microbatches) -> the computations of each rank. peak_activations: (layout, num_microbatches, rank) -> for how many
     (stage, microbatch) the rank keeps what a forward leaves for its backward, at most. stages_per_rank: the only number that it takes, or
-    None. splits_backward: backwards of inputs and of weights are separate. min_microbatches: number of ranks -> how many it needs.
+    None. splits_backward: backwards of inputs and of weights are separate. microbatches_per_rank: it needs that many times the number of
+    ranks.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Schedule:
     stages_per_rank: int | None = None
     splits_backward: bool = False
     trains: bool = True
-    min_microbatches: Callable[[int], int] = lambda num_ranks: 1
+    microbatches_per_rank: int = 0
 
     def layout(self, num_ranks: int, stages_per_rank: int | None = None) -> StageLayout:
         """Which stages each rank hosts. `stages_per_rank=None` takes the schedule's own number, or 1. Raises ConfigurationError."""
@@ -46,12 +47,12 @@ class Schedule:
 
     def check_microbatches(self, num_ranks: int, num_microbatches: int) -> None:
         """Raises ConfigurationError if the schedule has no order for so few microbatches."""
-        needed = self.min_microbatches(num_ranks)
+        needed = max(1, self.microbatches_per_rank * num_ranks)
         if num_microbatches < needed:
             raise ConfigurationError(
                 f"the schedule {self.name!r} on {num_ranks} pipeline rank{'s' * (num_ranks > 1)} needs {needed} microbatches or more per "
                 f"step and data rank, got {num_microbatches}; make global_batch_size larger or microbatch_size smaller, or choose another "
-                "schedule, such as '1f1b', which takes any number"
+                "schedule, such as 'zbv', which takes any number"
             )
 
     def compute_order(self, layout: StageLayout, num_microbatches: int) -> Order:

@@ -1,0 +1,225 @@
+"""`PipelineRunner`: runs packs through the stages of a pipeline, as `SequentialRunner` does through one stage.
+
+The program says what each rank does; here is what surrounds it: the weights of the microbatches, fillers, the comparison of the ranks, and
+what is left of a pack that failed. Before editing: all ranks of the world make the same host collectives in the same order: the sum of
+the check, then those of the weights, then, on a mismatch or after a failure, exchanges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer_kit.data import Pack, batch_size
+from trainer_kit.exceptions import ConfigurationError, StateError
+from trainer_kit.metrics import Metric
+from trainer_kit.pipeline.building import ProgramCache
+from trainer_kit.pipeline.inputs import filler_inputs, forward_inputs
+from trainer_kit.pipeline.loss_starts import LossStarts
+from trainer_kit.pipeline.loss_sums import LossSums
+from trainer_kit.pipeline.loss_terms import pack_weights
+from trainer_kit.pipeline.outcomes import EvaluationOutcome, Outcome, PredictionOutcome, TrainingOutcome
+from trainer_kit.pipeline.pack_check import PackCheck
+from trainer_kit.pipeline.pack_run import Microbatch, PackRun, Surroundings
+from trainer_kit.pipeline.program import Program
+from trainer_kit.pipeline.rank_weights import RankWeights
+from trainer_kit.pipeline.recording import Recorder
+from trainer_kit.pipeline.stage import Stage, StagePasses
+from trainer_kit.pipeline.timeline import Timeline
+from trainer_kit.pipeline.transfer_spec import check_describes_transfers, transfer_spec
+from trainer_kit.pipeline.transport import Transport
+from trainer_kit.task import ForwardInputs, Task, Weight
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from trainer_kit.mesh.context import DistributedContext
+
+
+class PipelineRunner:
+    """Runs packs through the stages of this rank, in step with the other ranks of its pipeline.
+
+    stages: those that `programs.layout` puts on this rank. group: the ranks of this pipeline, in the order of the layout's places.
+    autocast: makes the context in which forwards and losses run; None: as they are. first_trainable: the first stage of the model with
+    something to train, the same number on all ranks; no gradient goes to those before it. begin_microbatch: called before each backward that
+    is the last one of its stage with True, and with False after it and before the first forward; once with True if there is none.
+    record: keep the times of each pack for `timeline`.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        context: DistributedContext,
+        programs: ProgramCache,
+        group: ProcessGroup,
+        *,
+        autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+        first_trainable: int = 0,
+        begin_microbatch: Callable[[bool], None] | None = None,
+        record: bool = False,
+    ) -> None:
+        import torch.distributed as dist
+
+        self._stages = {stage.index: stage for stage in stages}
+        self._context, self._programs, self._first_trainable = context, programs, first_trainable
+        self.begin_microbatch, self.record = begin_microbatch, record
+        self._autocast, self._place, self._layout = autocast, dist.get_rank(group), programs.layout
+        self._check_stages(dist.get_world_size(group))
+        self._transport = Transport(group, context.device)
+        self._check = PackCheck(context, self._transport, self._layout.num_stages)
+        self._totals, self._starts = RankWeights(context), LossStarts(several=True)
+        self._in_lockstep = context.num_tensor_ranks > 1 or any(stage.sync is not None for stage in stages)
+        self._recorder: Recorder | None = None
+        self.peak_activations = 0  # of the last pack
+
+    def _check_stages(self, num_ranks: int) -> None:
+        layout, mine = self._layout, self._layout.stages_of(self._place)
+        if num_ranks != layout.num_ranks or tuple(sorted(self._stages)) != mine:
+            raise ConfigurationError(
+                f"rank {self._context.rank} is number {self._place} of {num_ranks} in its pipeline and has the stages {sorted(self._stages)}, "
+                f"but the schedule has {layout.num_ranks} ranks and puts the stages {list(mine)} here"
+            )
+        for stage in self._stages.values() if layout.num_stages > 1 else ():
+            check_describes_transfers(stage.module, f"stage {stage.index} on rank {self._context.rank}")
+        if self._programs.schedule.splits_backward and any(stage.sync is not None for stage in self._stages.values()):
+            raise ConfigurationError(
+                f"the schedule {self._programs.schedule.name!r} computes gradients of weights apart, so FSDP can't reduce them in each "
+                "microbatch; set fsdp_sync='pack' of MeshStrategy, or choose a schedule that does not split, such as '1f1b'"
+            )
+
+    @property
+    def hosts_last_stage(self) -> bool:
+        """Whether losses, metrics and predictions come from this rank."""
+        return self._layout.num_stages - 1 in self._stages
+
+    def run_pack(
+        self,
+        pack: Pack,
+        task: Task,
+        metrics: dict[str, Metric],
+        *,
+        losses: LossSums | None,
+        on_microbatch: Callable[[int, torch.Tensor | None], None] | None = None,
+    ) -> Weight:
+        """Forward and backward of every microbatch; gradients accumulate. Returns the weight by which to divide them, on every rank.
+
+        losses: where this rank adds the losses that it has, if they are wanted. on_microbatch: called with (index, loss or None) after each
+        backward of the last stage, where that is.
+        """
+        inputs = [forward_inputs(task, microbatch) for microbatch in pack.microbatches]
+        weights = pack_weights(inputs)
+        microbatches = self._arrange(pack, task, inputs, [not weights.nothing_counts(index) for index in range(len(inputs))])
+        self._begin(microbatches)
+        self._totals.begin(weights)
+        self._totals.before_backward()
+        outcome = TrainingOutcome(
+            task, weights, metrics, losses, self._starts, _only_first(on_microbatch, len(inputs)), in_lockstep=self._in_lockstep
+        )
+        begin = self.begin_microbatch
+        if begin is not None:
+            begin(not microbatches)
+        self._run(self._programs.training(len(microbatches)) if microbatches else None, microbatches, outcome)
+        sizes = [batch_size(microbatch) for microbatch in pack.microbatches] if weights.assumed else []
+        total = self._totals.finish([size for size in sizes if size is not None])
+        if self._totals.sizes_differ and self.hosts_last_stage:
+            self._starts.warn_of_sizes(sizes)
+        return total
+
+    def evaluate_pack(self, pack: Pack, task: Task, metrics: dict[str, Metric], losses: LossSums) -> None:
+        """Forward, loss and metrics of every microbatch, without a graph; each rank adds what it has."""
+        inputs = [forward_inputs(task, microbatch) for microbatch in pack.microbatches]
+        weights = {index: pack_weights([given]) for index, given in enumerate(inputs)}
+        counting = [not weights[index].nothing_counts(0) for index in range(len(inputs))]
+        self._run_forwards(self._arrange(pack, task, inputs, counting), EvaluationOutcome(task, weights, metrics, losses))
+
+    def predict_pack(self, pack: Pack, task: Task) -> Iterator[Any]:
+        """What `task.process_outputs` makes of each microbatch, in order, on the rank of the last stage; nothing on the others."""
+        inputs = [forward_inputs(task, microbatch) for microbatch in pack.microbatches]
+        outcome = PredictionOutcome(task)
+        self._run_forwards(self._arrange(pack, task, inputs, [True] * len(inputs)), outcome)
+        for index in sorted(outcome.found):
+            yield outcome.found.pop(index)
+
+    def timeline(self) -> Timeline:
+        """When each rank of this pipeline computed what in the last pack. A collective of the world."""
+        if self._recorder is None:
+            raise StateError("no pack was recorded; set record=True of the PipelineRunner before one runs")
+        return self._recorder.timeline(self._transport.ranks)
+
+    def reset(self) -> None:
+        """A step was given up: FSDP units forget what they gathered. The rest is dropped already, or settled before the next pack."""
+        for stage in self._stages.values():
+            for held in (stage.sharded, stage.sync):
+                if held is not None:
+                    held.reset()
+
+    def _arrange(self, pack: Pack, task: Task, inputs: Sequence[ForwardInputs], counting: Sequence[bool]) -> list[Microbatch]:
+        """All microbatches that every rank runs: real ones at their places, and what does not count filled up with one that does."""
+        num_all = max(pack.num_on_all or 0, len(inputs))
+        if all(counting) and num_all == len(inputs):
+            return self._described([Microbatch(given, True) for given in inputs])
+        last = max((index for index, counts in enumerate(counting) if counts), default=None)
+        filler = filler_inputs(pack, task, self._context.device) if last is None else inputs[last]
+        real = {index: Microbatch(inputs[index], True) for index, counts in enumerate(counting) if counts}
+        return self._described([real.get(index) or Microbatch(filler, False) for index in range(num_all)])
+
+    def _described(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        """With what the stages say of their transfers."""
+        last = self._layout.num_stages - 1
+        for index, microbatch in enumerate(microbatches):
+            inputs = microbatch.given.inputs
+            for number, stage in self._stages.items():
+                try:
+                    if number > 0:
+                        microbatch.incoming[number] = transfer_spec(stage.module, inputs, "incoming")
+                    if number < last:
+                        microbatch.outgoing[number] = transfer_spec(stage.module, inputs, "outgoing")
+                except Exception as error:
+                    error.add_note(f"in stage_transfer_spec of stage {number} on rank {self._context.rank}, for microbatch {index}")
+                    raise
+        return microbatches
+
+    def _begin(self, microbatches: Sequence[Microbatch]) -> None:
+        self._check.start(len(microbatches), [each.incoming for each in microbatches], [each.outgoing for each in microbatches])
+        self._recorder = Recorder(self._context) if self.record else None
+
+    def _run_forwards(self, microbatches: list[Microbatch], outcome: Outcome) -> None:
+        self._begin(microbatches)
+        self._run(self._programs.forward_only(len(microbatches)) if microbatches else None, microbatches, outcome)
+
+    def _run(self, program: Program | None, microbatches: Sequence[Microbatch], outcome: Outcome) -> None:
+        if program is None:
+            self._check.finish()
+            self._transport.finish()
+            return
+        passes = {number: self._passes(stage, len(microbatches), program.trains) for number, stage in self._stages.items()}
+        around = Surroundings(
+            self._context, self._place, self._transport, self._check, self._autocast, self.begin_microbatch if program.trains else None
+        )
+        run = PackRun(around, program, passes, microbatches, outcome, self._recorder)
+        try:
+            run.run()
+        finally:
+            self.peak_activations = run.peak
+
+    def _passes(self, stage: Stage, num_microbatches: int, trains: bool) -> StagePasses:
+        if trains and stage.sync is not None:
+            stage.sync.begin_microbatch(False)
+        return StagePasses(
+            stage,
+            num_microbatches,
+            trains=trains and stage.index >= self._first_trainable,
+            wants_gradient=trains and stage.index > self._first_trainable,
+        )
+
+
+def _only_first(
+    on_microbatch: Callable[[int, torch.Tensor | None], None] | None, number: int
+) -> Callable[[int, torch.Tensor | None], None] | None:
+    """Those that follow only fill up, and are not told of."""
+    if on_microbatch is None:
+        return None
+    return lambda index, loss: on_microbatch(index, loss) if index < number else None
