@@ -199,6 +199,19 @@ def test_metrics_may_be_edited_before_the_loggers_see_them():
     assert seen == [7.0]
 
 
+def test_what_is_logged_for_a_record_joins_the_next_one():
+    """A value derived in on_metrics: one per record, and no record that leads to another without end."""
+
+    class Derives(Callback):
+        def on_metrics(self, event):
+            if "train/loss" in event.values:
+                event.trainer.log("twice", 2 * event.values["train/loss"])
+
+    trainer = quiet_trainer(Scalar(1.0), MeanTask(), [t(1)] * 6, callbacks=[Derives()], log_every=2, log_delay=0)
+    trainer.fit()
+    assert trainer.history.values("twice") == [(4, 0.0), (6, -4.0), (6, -8.0)]
+
+
 @pytest.mark.parametrize("value", [torch.ones(2), "text", None])
 def test_only_numbers_can_be_logged(value):
     records = Records(lambda step, values: None, log_every=1, log_delay=0)

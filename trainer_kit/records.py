@@ -101,6 +101,7 @@ class Records:
         self._reductions: dict[str, Reduce] = {}
         self._pending: deque[_Record] = deque()
         self.combine: Combine | None = None
+        self._delivering = False
         self.waits_for_ranks = False  # on a mesh: something of no step is to be recorded where all ranks next meet
 
     def due(self, finished: int) -> bool:
@@ -140,7 +141,12 @@ class Records:
         self._open, self._reductions = dict(state.get("values", {})), dict(state.get("reductions", {}))
 
     def close_outside_of_steps(self, finished: int, *, alone: bool, deliver: bool) -> None:
-        """What was logged in no step has a record of its own: now, or where all ranks next meet unless this one is alone."""
+        """What was logged in no step has a record of its own: now, or where all ranks next meet unless this one is alone.
+
+        What is logged while a record is delivered joins the next one, or each record would lead to another.
+        """
+        if self._delivering:
+            return
         if not alone:
             self.waits_for_ranks = True
             return
@@ -189,9 +195,11 @@ class Records:
             record = self._pending.popleft()
             values |= record.values()
             reductions |= record.reductions
-        if self.combine is not None:
-            combined = self.combine(values, reductions)
-            if combined:
-                self._deliver(step, combined)
-        else:
-            self._deliver(step, {str(name): value for name, value in values.items()})
+        of_run = {str(name): value for name, value in values.items()} if self.combine is None else self.combine(values, reductions)
+        if not of_run:
+            return
+        self._delivering = True
+        try:
+            self._deliver(step, of_run)
+        finally:
+            self._delivering = False

@@ -73,12 +73,11 @@ class Logged(NamedTuple):
 def with_metrics(losses: LossSums, metrics: Mapping[str, Any], prefix: str) -> dict[Hashable, Any]:
     """The losses and the computed metrics of one process under their names; a metric may not take the place of a loss term."""
     means = losses.values(prefix)
-    found: dict[Hashable, Any] = {}
+    of_metrics: dict[Hashable, Any] = {}
     for name, metric in metrics.items():
-        found.update(computed(f"{prefix}/{name}", metric))
-    _check_names(means, found)
-    found.update(means)
-    return found
+        of_metrics.update(computed(f"{prefix}/{name}", metric))
+    _check_names(means, of_metrics)
+    return dict[Hashable, Any](means.items()) | of_metrics
 
 
 def _check_names(of_losses: Mapping[Any, Any], of_metrics: Mapping[Any, Any]) -> None:

@@ -124,7 +124,6 @@ def test_every_shipped_callback_is_tried_here():
 @pytest.fixture(scope="module", autouse=True)
 def warm():
     """Once, so that files and threads which imports keep open do not count as left behind."""
-    os.environ.setdefault("TQDM_DISABLE", "0")
     trainer = make_trainer(c.Summary(), c.Progress())
     trainer.fit()
     torch.profiler.profile().start()

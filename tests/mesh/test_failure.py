@@ -106,6 +106,19 @@ def test_a_rank_that_does_not_come_out_after_the_check_ends_too(pair):
     assert pair[0].exits == [1]
 
 
+def test_a_rank_on_the_way_out_of_its_own_error_has_time(pair, capsys):
+    """Contract 42: what all ranks raise must not cut off the one whose callbacks have something to finish; and not for ever."""
+    pair[0]._way_out = 1.0
+    with pytest.raises(ValueError), pair[0].section():
+        fail_in_a_section(pair[1], ValueError("wrong"))
+        pair[0].report(ValueError("wrong"))
+        time.sleep(0.6)
+        assert pair[0].exits == [] and capsys.readouterr().err == ""
+        wait_until(lambda: pair[0].exits)
+        raise ValueError("wrong")
+    assert pair[0].exits == [1]
+
+
 def test_the_same_error_on_all_ranks_is_told_once(pair, capsys):
     """Contract 41: a wrong configuration raises everywhere. Nothing is printed besides, and no process ends."""
     errors = [fail_in_a_section(watch, ValueError("wrong")) for watch in pair]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer_kit.exceptions import CheckpointError, ConfigurationError
-from trainer_kit.metrics import Accuracy, Last, Max, Mean, Min, Perplexity, Sum, WeightedMean, check_metric
+from trainer_kit.metrics import Accuracy, Last, Max, Mean, Metric, Min, Perplexity, Sum, WeightedMean, check_metric
 from trainer_kit.model.torch_init import OperationMode
 
 VALUES = [torch.tensor([1.5, -2.0, 7.0]), torch.tensor([[0.25], [3.0]]), torch.tensor(10.0)]
@@ -243,6 +243,19 @@ def test_nothing_waits_for_the_device(kind):
 def test_complex_values_are_refused():
     with pytest.raises(ConfigurationError, match="complex"):
         Mean().update(torch.tensor(1j))
+
+
+def test_a_state_has_no_dim():
+    """It would be found on ranks, at the first record."""
+
+    class PerClass(Metric):
+        reductions = {"count": "sum"}
+
+        def update(self, values):
+            self.accumulate("count", values)
+
+    with pytest.raises(ConfigurationError, match=r"shape \(3,\) in 'count'"):
+        PerClass().update(torch.ones(3))
 
 
 def test_what_counts_as_a_metric():

@@ -135,7 +135,7 @@ EXPECTED = {
 
 
 def test_bad_input_is_an_error_on_every_rank_before_the_first_step(tmp_path):
-    """Issue of the mesh, bad input; contracts 6 and 9, design decision 8. Within seconds, and the next trainer works."""
+    """Contracts 6, 9 and 41, design decision 8: within seconds, and the next trainer works."""
     for of_rank in run_on_ranks(2, job_bad_input, str(tmp_path)):
         assert of_rank.pop("at last")[:3] == ("", "", 3)
         assert of_rank.keys() == EXPECTED.keys()

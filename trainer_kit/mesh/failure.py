@@ -66,6 +66,7 @@ class FailureWatch:
     hosts_store: the store ends with this process, so if it fails it waits a moment until the others have read why.
     explain: adds to an error that ends a section what is known about it. interval: seconds between looks.
     grace: seconds that the main thread has to come to `check` or out of the section, and again to come out after `check`.
+    way_out: seconds for the way out of an error of its own, where callbacks may have something to finish.
     """
 
     def __init__(
@@ -78,9 +79,11 @@ class FailureWatch:
         explain: Callable[[BaseException], None] | None = None,
         interval: float = 0.5,
         grace: float = 4.0,
+        way_out: float = 30.0,
     ) -> None:
         self._log, self._rank, self._num_others = FailureLog(store), rank, world_size - 1
-        self._hosts_store, self._explain, self._interval, self._grace = hosts_store, explain, interval, grace
+        self._hosts_store, self._explain = hosts_store, explain
+        self._interval, self._grace, self._way_out = interval, grace, way_out
         self.section_number = 0  # ranks count alike; `HostChannel.agree` evens out what an error put in disorder
         self.failed = False  # whether the last section ended by an error
         self.settled = 0  # the last section that failed here too: what other ranks tell of it is no news
@@ -175,11 +178,13 @@ class FailureWatch:
         quiet = min(1.0, self._grace / 2)
         if left.wait(quiet):  # by the same error, or by what came of it
             return
-        if not self._raised:
+        if not self._raised and not self._reported:
             self._print(failure)
             left.wait(self._grace - quiet)
         if self._raised:
             left.wait(self._grace)
+        if self._reported:  # it is not stuck in a collective of its step, and the others know
+            left.wait(self._way_out)
         if not left.is_set():
             self._leave(f"rank {self._rank} ends: it did not come to the end of its step within {self._grace:g} s after that")
 

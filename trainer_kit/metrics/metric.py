@@ -62,6 +62,11 @@ class Metric:
     def accumulate(self, name: str, value: Number) -> None:
         """Combine a zero-dim value, wide already, or a host number with the state of that name."""
         known, reduction = self._states.get(name), self.reductions[name]
+        if known is None and isinstance(value, torch.Tensor) and value.dim():
+            raise ConfigurationError(
+                f"{type(self).__name__} accumulates a tensor of shape {tuple(value.shape)} in {name!r}, expected one without a dim: ranks "
+                "bring their numbers together. Have a state per number, or use a metric of torchmetrics"
+            )
         # A new tensor each time: `state_dict` handed out the old one, and the caller may change the new one.
         if known is not None and reduction == "sum" and not isinstance(value, torch.Tensor):
             self._states[name] = plus(known, value)

@@ -110,7 +110,7 @@ def _held(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[str,
 
 def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
     parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
-    return [type(part).__name__ for part in parts]
+    return [getattr(part, "saved_as", type(part).__name__) for part in parts]
 
 
 def _entries(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[str, _Entry]]:

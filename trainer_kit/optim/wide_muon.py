@@ -17,6 +17,8 @@ from torch import Tensor
 class WideMuon(torch.optim.Muon):
     """The constructor is that of `torch.optim.Muon`."""
 
+    saved_as = "Muon"  # its state is that of torch's, so a checkpoint of either goes on with the other
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every matrix that has a gradient."""
