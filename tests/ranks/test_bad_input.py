@@ -1,7 +1,5 @@
 """Bad input on ranks: an error on every rank, before the first step, after which the process goes on."""
 
-import time
-
 import torch
 from torch import nn
 
@@ -63,9 +61,8 @@ class StepCount(Callback):
 
 
 def attempt(make, fit=lambda trainer: trainer.fit()):
-    """What the fit of a trainer raises, how many steps were begun, and the seconds until then."""
-    count, start = StepCount(), time.monotonic()
-    trainer = None
+    """What the fit of a trainer raises, and how many steps were begun."""
+    count, trainer = StepCount(), None
     try:
         trainer = make(count)
         fit(trainer)
@@ -75,7 +72,7 @@ def attempt(make, fit=lambda trainer: trainer.fit()):
     finally:
         if trainer is not None:
             trainer.close()
-    return *found, count.steps, time.monotonic() - start
+    return *found, count.steps
 
 
 def usual(count, degrees=MESHES["replicate"], model=None, **settings):
@@ -135,13 +132,13 @@ EXPECTED = {
 
 
 def test_bad_input_is_an_error_on_every_rank_before_the_first_step(tmp_path):
-    """Contracts 6, 9 and 41, design decision 8: within seconds, and the next trainer works."""
-    for of_rank in run_on_ranks(2, job_bad_input, str(tmp_path)):
-        assert of_rank.pop("at last")[:3] == ("", "", 3)
+    """Contracts 6, 9 and 41, design decision 8: long before a timeout, and the next trainer works."""
+    for of_rank in run_on_ranks(2, job_bad_input, str(tmp_path), timeout=30.0):
+        assert of_rank.pop("at last") == ("", "", 3)
         assert of_rank.keys() == EXPECTED.keys()
-        for name, (kind, text, num_steps, seconds) in of_rank.items():
+        for name, (kind, text, num_steps) in of_rank.items():
             expected, *parts = EXPECTED[name]
-            assert kind == expected.__name__ and num_steps == 0 and seconds < 10.0, (name, kind, text)
+            assert kind == expected.__name__ and num_steps == 0, (name, kind, text)
             for part in parts:
                 assert part in text, (name, text)
 
