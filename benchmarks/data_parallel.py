@@ -176,9 +176,8 @@ def main() -> int:
         fine = ratio < limit if limit == 1.0 else ratio <= limit
         good &= fine
         by_hand = 1e3 * statistics.median(theirs for _, theirs in pairs)
-        print(
-            f"{name:<38}{by_hand:>12.1f}{ratio:>8.3f}  ({ratios[0]:.3f} .. {ratios[-1]:.3f})   {limit:g}{'' if fine else '  FAILED'}", flush=True
-        )
+        spread = f"({ratios[0]:.3f} .. {ratios[-1]:.3f})"
+        print(f"{name:<38}{by_hand:>12.1f}{ratio:>8.3f}  {spread}   {limit:g}{'' if fine else '  FAILED'}", flush=True)
     print("passed" if good else "FAILED")
     return 0 if good else 1
 

@@ -140,7 +140,7 @@ INTERFACES = {"callback", "events", "task", "config"}  # what users write agains
 LOWER = {"mesh", "parameters", "events"}
 MIDDLE = {"data", "optim", "gradients", "pipeline", "weights", "metrics"}
 MAY_IMPORT = {
-    **{name: {"exceptions", "names", "mesh", "torch_private"} for name in LOWER | {"records", "storage", "names", "exceptions", "random_state", "torch_private"}},
+    **{name: {"exceptions", "names", "mesh", "torch_private"} for name in LOWER | BASE},
     "callback": {"events", "exceptions"},
     "task": {"exceptions"},
     "config": {"exceptions"},

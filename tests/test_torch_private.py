@@ -15,6 +15,8 @@ from trainer_kit.mesh.layout import like, local_of
 from trainer_kit.testing import run_on_ranks
 from trainer_kit.torch_private import (
     abort_process_groups,
+    call_node,
+    collect_gradients,
     default_store,
     fingerprint,
     forget_meshes,
@@ -24,6 +26,7 @@ from trainer_kit.torch_private import (
     keep_reduced_dtype,
     multiply_and_flag_non_finite,
     read_cpu_scalar,
+    reduce_gradients,
     run_backward,
     set_group_timeout,
     settle_fsdp_memory,
@@ -178,6 +181,39 @@ def test_fsdp_keeps_gradients_in_the_dtype_in_which_they_are_reduced():
         assert dtype == torch.bfloat16 and values != [expected]
 
 
+def collected_and_reduced() -> tuple[list[float], list[float], bool]:
+    """The second of two microbatches goes to the parameters alone, past the hooks of FSDP; 256 and 0.5 are 256 in bfloat16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    layer = nn.Linear(4, 2, bias=False)
+    fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    layer.set_gradient_divide_factor(1.0), layer.set_force_sum_reduction_for_comms(True)
+    layer.set_requires_gradient_sync(False), layer.set_reshard_after_backward(False), layer.set_reshard_after_forward(False)
+    for value in (256.0, 0.5):
+        output = layer(torch.full((1, 4), value)).sum()
+        if value == 256:
+            output.backward()
+        else:
+            (gradient,) = torch.autograd.grad(output, layer.weight)
+            run_backward((torch.autograd.graph.get_gradient_edge(layer.weight),), (gradient,))
+            collect_gradients(layer)
+    assert layer._get_fsdp_state()._fsdp_param_group.fsdp_params[0].unsharded_accumulated_grad.unique().tolist() == [256.5]
+    layer.set_requires_gradient_sync(True)
+    reduce_gradients([layer])
+    first = layer.weight.grad.full_tensor().unique().tolist() if layer.reshard() is None else []
+    layer.set_requires_gradient_sync(False)
+    layer(torch.ones(1, 4)).sum().backward()  # FSDP goes on as usual
+    layer.set_requires_gradient_sync(True)
+    reduce_gradients([layer])
+    layer.reshard()
+    return first, layer.weight.grad.full_tensor().unique().tolist(), layer.weight.grad.dtype == torch.float32
+
+
+def test_fsdp_reduces_when_it_is_told_to_what_its_hooks_did_not_see():
+    """Contracts 5 and 23: 256.5 on two ranks, then 1 more on each."""
+    assert run_on_ranks(2, collected_and_reduced) == [([513.0], [515.0], True)] * 2
+
+
 def test_modules_without_fsdp_are_what_they_are():
     layer = nn.Linear(1, 1)
     settle_fsdp_memory(layer)
@@ -264,3 +300,38 @@ def test_views_with_a_graph_are_copied():
 def test_a_plain_tensor_is_whole():
     x = torch.ones(2)
     assert whole_tensor(x) is x
+
+
+class Inside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, function):
+        ctx.function = function
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.function()
+        return gradient, None
+
+
+def test_a_node_computes_what_the_running_backward_needs():
+    """What splitting a backward rests on, see `pipeline/split_backward.py`."""
+    edge = torch.autograd.graph.GradientEdge
+    layer, x, gradient = nn.Linear(2, 3), torch.randn(1, 2, requires_grad=True), torch.randn(1, 3)
+    node = layer(x).grad_fn
+    bias, inputs, weight = ((child, result) for child, result in node.next_functions)
+    for needed, expected in (([bias, weight], (gradient[0], None, x.T @ gradient)), ([inputs], (None, gradient @ layer.weight, None))):
+        found, anchor = [], torch.zeros((), requires_grad=True)
+        end = Inside.apply(anchor, lambda found=found: found.extend(call_node(node, {0: gradient})))
+        torch.autograd.grad([end], [anchor, *(edge(*each) for each in needed)], allow_unused=True)
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None) and (one is None or torch.allclose(one.reshape(other.shape), other))
+    first, _ = torch.ones(2, requires_grad=True).split(1)
+    assert [each.tolist() for each in call_node(first.grad_fn, {1: torch.ones(1)})] == [[0, 1]], "a result without a gradient counts as 0"
+    assert layer.weight.grad is layer.bias.grad is None
+
+
+def test_backward_starts_at_an_edge_of_the_graph():
+    x = torch.ones(2, requires_grad=True)
+    run_backward((torch.autograd.graph.get_gradient_edge(x * 3),), (torch.tensor([1.0, 2.0]),))
+    assert x.grad.tolist() == [3, 6]

@@ -48,7 +48,8 @@ def order(outcomes: list[Outcome]) -> list[list[int]]:
     by_rank: dict[int, list[list[int]]] = {}
     for outcome in outcomes:
         assert by_rank.setdefault(outcome.data_rank, outcome.ids) == outcome.ids, "tensor peers saw different samples"
-    return [sum(parts, []) for parts in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
+    steps = zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)
+    return [[number for part in parts for number in part] for parts in steps]
 
 
 def peers_are_equal(outcomes: list[Outcome]) -> bool:

@@ -164,8 +164,9 @@ def sizes_job(sizes):
 
 @pytest.mark.parametrize(("sizes", "count"), [([2, 2], 0), ([2, 3], 1)])
 def test_microbatches_of_other_sizes_on_other_ranks_warn_without_weights(sizes, count):
-    for weight, said in run_on_ranks(2, sizes_job, sizes):
-        assert weight == 2 and len(said) == count and all("weight= of ForwardInputs" in text and "others" in text for text in said)
+    for rank, (weight, said) in enumerate(run_on_ranks(2, sizes_job, sizes)):
+        assert weight == 2 and len(said) == (count if rank == 0 else 0)  # once per run
+        assert all("weight= of ForwardInputs" in text and "others" in text for text in said)
 
 
 def device_job():

@@ -99,8 +99,8 @@ class SharedWeights:
         weight = self._declared[index]
         if weight is None and added:
             raise ConfigurationError(
-                f"context.add_loss({added[0].name!r}, ...) was called in a pipeline stage before the last one, which does not know the weight "
-                "of the microbatch; declare it as ForwardInputs.weight in place of returning it with the loss"
+                f"context.add_loss({added[0].name!r}, ...) was called in a pipeline stage before the last one, which does not know the "
+                "weight of the microbatch; declare it as ForwardInputs.weight in place of returning it with the loss"
             )
         return _added_terms(added, 0 if weight is None else weight)
 

@@ -15,10 +15,11 @@ import torch
 
 from trainer_kit.pipeline.actions import Action, Kind
 from trainer_kit.pipeline.outcomes import Outcome
-from trainer_kit.pipeline.pack_check import PackCheck, Specs
+from trainer_kit.pipeline.pack_check import PackCheck
 from trainer_kit.pipeline.program import Program
 from trainer_kit.pipeline.recording import Recorder
 from trainer_kit.pipeline.stage import StagePasses
+from trainer_kit.pipeline.transfer_spec import TransferSpec
 from trainer_kit.pipeline.transport import Message, Transport
 from trainer_kit.pipeline.zero_pass import without_trace
 from trainer_kit.task import ForwardInputs
@@ -36,8 +37,8 @@ class Microbatch:
 
     given: ForwardInputs
     counts: bool
-    incoming: Specs = field(default_factory=dict)
-    outgoing: Specs = field(default_factory=dict)
+    incoming: dict[int, TransferSpec] = field(default_factory=dict)
+    outgoing: dict[int, TransferSpec] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from trainer_kit.pipeline.pack_run import Microbatch, PackRun, Surroundings
 from trainer_kit.pipeline.program import Program
 from trainer_kit.pipeline.rank_weights import RankWeights
 from trainer_kit.pipeline.recording import Recorder
-from trainer_kit.pipeline.stage import Stage, StagePasses
+from trainer_kit.pipeline.stage import Stage, StagePasses, StagesSync
 from trainer_kit.pipeline.timeline import Timeline
 from trainer_kit.pipeline.transfer_spec import check_describes_transfers, transfer_spec
 from trainer_kit.pipeline.transport import Transport
@@ -44,9 +44,9 @@ class PipelineRunner:
 
     stages: those that `programs.layout` puts on this rank. group: the ranks of this pipeline, in the order of the layout's places.
     autocast: makes the context in which forwards and losses run; None: as they are. first_trainable: the first stage of the model with
-    something to train, the same number on all ranks; no gradient goes to those before it. begin_microbatch: called before each backward that
-    is the last one of its stage with True, and with False after it and before the first forward; once with True if there is none.
-    record: keep the times of each pack for `timeline`.
+    something to train, the same number on all ranks; no gradient goes to those before it. begin_microbatch: called with True before the
+    last backward of each stage, with False after it and at the start of a pack; once with True if there is no microbatch. record: keep
+    the times of each pack for `timeline`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PipelineRunner:
         self._check_stages(dist.get_world_size(group))
         self._transport = Transport(group, context.device)
         self._check = PackCheck(context, self._transport, self._layout.num_stages)
-        self._totals, self._starts = RankWeights(context), LossStarts(several=True)
+        self._totals, self._starts = RankWeights(context, has_losses=self.hosts_last_stage), LossStarts(several=True)
         self._in_lockstep = context.num_tensor_ranks > 1 or any(stage.sync is not None for stage in stages)
         self._recorder: Recorder | None = None
         self.peak_activations = 0  # of the last pack
@@ -79,8 +79,8 @@ class PipelineRunner:
         layout, mine = self._layout, self._layout.stages_of(self._place)
         if num_ranks != layout.num_ranks or tuple(sorted(self._stages)) != mine:
             raise ConfigurationError(
-                f"rank {self._context.rank} is number {self._place} of {num_ranks} in its pipeline and has the stages {sorted(self._stages)}, "
-                f"but the schedule has {layout.num_ranks} ranks and puts the stages {list(mine)} here"
+                f"rank {self._context.rank} is number {self._place} of {num_ranks} in its pipeline and has the stages "
+                f"{sorted(self._stages)}, but the schedule has {layout.num_ranks} ranks and puts the stages {list(mine)} here"
             )
         for stage in self._stages.values() if layout.num_stages > 1 else ():
             check_describes_transfers(stage.module, f"stage {stage.index} on rank {self._context.rank}")
@@ -89,6 +89,12 @@ class PipelineRunner:
                 f"the schedule {self._programs.schedule.name!r} computes gradients of weights apart, so FSDP can't reduce them in each "
                 "microbatch; set fsdp_sync='pack' of MeshStrategy, or choose a schedule that does not split, such as '1f1b'"
             )
+
+    @property
+    def fsdp_sync(self) -> StagesSync | None:
+        """What `Gradients(sync=...)` gets: FSDP's part of the synchronisation; None without FSDP units."""
+        sync = StagesSync(self._stages.values())
+        return sync if sync.units else None
 
     @property
     def hosts_last_stage(self) -> bool:
@@ -148,13 +154,6 @@ class PipelineRunner:
         if self._recorder is None:
             raise StateError("no pack was recorded; set record=True of the PipelineRunner before one runs")
         return self._recorder.timeline(self._transport.ranks)
-
-    def reset(self) -> None:
-        """A step was given up: FSDP units forget what they gathered. The rest is dropped already, or settled before the next pack."""
-        for stage in self._stages.values():
-            for held in (stage.sharded, stage.sync):
-                if held is not None:
-                    held.reset()
 
     def _arrange(self, pack: Pack, task: Task, inputs: Sequence[ForwardInputs], counting: Sequence[bool]) -> list[Microbatch]:
         """All microbatches that every rank runs: real ones at their places, and what does not count filled up with one that does."""

@@ -26,6 +26,8 @@ Root = tuple[torch.Tensor, torch.Tensor]
 class MicrobatchSync(Protocol):
     """What tells FSDP units that the last backward of a pack comes, where each microbatch gathers and reduces."""
 
+    units: Sequence[Any]
+
     def begin_microbatch(self, is_last: bool) -> None:
         """Before a backward, and once before the first forward."""
         ...
@@ -51,6 +53,22 @@ class Stage:
     sharded: ShardedStage | None = None
     sync: MicrobatchSync | None = None
     splits: bool = True
+
+
+class StagesSync:
+    """What `Gradients` gets in place of one `FSDPSync` for the whole model: the runtime tells each stage by itself."""
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self._parts = [part for stage in stages for part in (stage.sharded, stage.sync) if part is not None]
+        self.units = [unit for part in self._parts for unit in part.units]
+
+    def begin_microbatch(self, is_last: bool) -> None:
+        """The stages are told before their own backwards."""
+
+    def reset(self) -> None:
+        """A pack was given up: nothing of it is left in the units."""
+        for part in self._parts:
+            part.reset()
 
 
 @dataclass(slots=True)

@@ -106,8 +106,8 @@ def transfer_spec(module: nn.Module, inputs: Any, side: Side) -> TransferSpec:
     spec = TransferSpec(tree)
     if not spec.tensors:
         raise ModelError(
-            f"{written_class(module).__name__}.stage_transfer_spec(inputs, {side!r}) returned {tree!r}, expected a pytree with tensors, such "
-            "as torch.empty(shape, dtype=dtype, device='meta')"
+            f"{written_class(module).__name__}.stage_transfer_spec(inputs, {side!r}) returned {tree!r}, expected a pytree with tensors, "
+            "such as torch.empty(shape, dtype=dtype, device='meta')"
         )
     return spec
 
@@ -116,9 +116,9 @@ def check_describes_transfers(module: nn.Module, where: str) -> None:
     """Raise ModelError for a module that says nothing of its transfers. `where`: such as "stage 1 on rank 3"."""
     if not callable(getattr(module, "stage_transfer_spec", None)):
         raise ModelError(
-            f"{written_class(module).__name__}, the module of {where}, has no stage_transfer_spec(inputs, boundary), which every stage of a "
-            "pipeline needs: return a pytree of meta tensors like what comes from the previous stage (boundary='incoming'), or what goes to "
-            "the next one ('outgoing'), for a microbatch with these model inputs"
+            f"{written_class(module).__name__}, the module of {where}, has no stage_transfer_spec(inputs, boundary), which every stage of "
+            "a pipeline needs: return a pytree of meta tensors like what comes from the previous stage (boundary='incoming'), or what goes "
+            "to the next one ('outgoing'), for a microbatch with these model inputs"
         )
 
 
