@@ -25,6 +25,7 @@ from trainer_kit.torch_private import (
     group_timeout,
     keep_reduced_dtype,
     multiply_and_flag_non_finite,
+    put_back,
     read_cpu_scalar,
     reduce_gradients,
     run_backward,
@@ -335,3 +336,12 @@ def test_backward_starts_at_an_edge_of_the_graph():
     x = torch.ones(2, requires_grad=True)
     run_backward((torch.autograd.graph.get_gradient_edge(x * 3),), (torch.tensor([1.0, 2.0]),))
     assert x.grad.tolist() == [3, 6]
+
+
+def test_buffers_are_put_back_behind_the_back_of_autograd():
+    norm, x = nn.BatchNorm1d(2), torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=True)
+    before = norm.running_mean.clone()
+    output = norm(x)
+    put_back(norm.running_mean, before)
+    output[0].sum().backward()
+    assert torch.equal(norm.running_mean, before) and x.grad is not None

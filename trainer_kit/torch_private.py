@@ -37,6 +37,15 @@ def call_node(node: Any, gradients: dict[int, torch.Tensor]) -> tuple[torch.Tens
     return found if isinstance(found, tuple) else (found,)
 
 
+def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """`tensor.copy_(values)` that autograd does not take for a change, for values that the tensor had before.
+
+    Batch normalisation saves its running statistics for the backward, though it needs only that they are there.
+    """
+    with torch.autograd._unsafe_preserve_version_counter(tensor):
+        tensor.copy_(values)
+
+
 def fingerprint(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """Changes when a tensor is changed in place or another takes its place; says nothing of the values."""
     return tuple([number for tensor in tensors for number in (id(tensor), tensor._version)])

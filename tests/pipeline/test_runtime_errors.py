@@ -79,18 +79,20 @@ def test_sides_of_a_transfer_that_do_not_fit_are_an_error_on_every_rank(schedule
     check_step([rank[2] for rank in found], 4, 3, 1, 1, 2, 4)
 
 
-def lengths_job():
+def lengths_job(schedule):
     context = build_context(pp=2)
-    runner, modules = build_runner(context, "1f1b", 2)
+    runner, modules = build_runner(context, schedule, 4)
     error = catch(lambda: train(runner, modules, *(2,) * (3 + context.rank)))
-    return error, train(runner, modules, 2, 2)
+    return error, train(runner, modules, 2, 2, 1, 3)
 
 
-def test_packs_of_other_lengths_are_an_error_on_every_rank():
-    found = run_on_ranks(2, lengths_job)
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "dualpipe_v"])
+def test_packs_of_other_lengths_are_an_error_on_every_rank(schedule):
+    """Also where one of them would be too short for the schedule."""
+    found = run_on_ranks(2, lengths_job, schedule)
     for kind, text, _ in (rank[0] for rank in found):
         assert kind is ConfigurationError and "packs of different length for one step (rank 0: 3, rank 1: 4)" in text
-    check_step([rank[1] for rank in found], 2, 2, 2)
+    check_step([rank[1] for rank in found], 4, 2, 2, 1, 3)
 
 
 def too_few_job():

@@ -190,3 +190,24 @@ def test_what_is_behind_the_last_branch_is_freed_after_the_first_part_and_the_re
         assert [token() is not None for token in alive] == [False, False]
     finally:
         gc.enable()
+
+
+def test_the_second_part_frees_layer_by_layer():
+    """Gradients of parameters are added one layer after the other, and what a layer kept goes then."""
+    gc.disable()
+    try:
+        layers, x, tokens, seen = [nn.Linear(2, 2) for _ in range(3)], torch.ones(1, 2, requires_grad=True), [], []
+        hidden = x
+        for layer in layers:
+            hidden = layer(hidden) * 1
+            tokens.append(weakref.ref(token := Token()))
+            hidden.grad_fn.metadata["token"] = token
+            layer.bias.register_hook(lambda _: seen.append([token() is not None for token in tokens]))
+        del token
+        parts = SplitBackward([get_gradient_edge(hidden)], [x])
+        del hidden
+        parts.of_inputs([torch.ones(1, 2)])
+        parts.of_weights()
+        assert seen == [[True, True, False], [True, False, False], [False, False, False]]
+    finally:
+        gc.enable()

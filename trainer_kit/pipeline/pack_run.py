@@ -139,11 +139,14 @@ class PackRun:
             gradients = self._take(Message(stage, index, True))
         brings_weights = passes.brings_weights(kind)
         with self._recorded(action), self._traced(passes, self._microbatches[index]):
-            if brings_weights:
-                passes.num_left -= 1
-                self._announce(passes, passes.num_left == 0)
+            passes.num_left -= brings_weights
+            is_last = brings_weights and not passes.num_left
+            if is_last and passes.stage.sync is not None:
+                passes.stage.sync.begin_microbatch(True)
+            if is_last and self._around.begin_microbatch is not None:
+                self._around.begin_microbatch(True)
             found = passes.backward(kind, index, gradients)
-            if brings_weights and passes.num_left == 0 and self._around.begin_microbatch is not None:
+            if is_last and self._around.begin_microbatch is not None:
                 self._around.begin_microbatch(False)
         self._num_alive -= brings_weights
         if kind == Kind.BACKWARD_WEIGHT:
@@ -152,14 +155,6 @@ class PackRun:
             self._outcome.after_backward(index)
         if found is not None and passes.wants_gradient:
             self._hand_over(Message(stage - 1, index, True), found)
-
-    def _announce(self, passes: StagePasses, is_last: bool) -> None:
-        """Before the last backward of a stage that brings gradients of its parameters, tell those who reduce them."""
-        if is_last:
-            if passes.stage.sync is not None:
-                passes.stage.sync.begin_microbatch(True)
-            if self._around.begin_microbatch is not None:
-                self._around.begin_microbatch(True)
 
     def _hand_over(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """To the stage of a message if it is on this rank, or to be sent."""

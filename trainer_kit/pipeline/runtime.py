@@ -124,10 +124,10 @@ class PipelineRunner:
         outcome = TrainingOutcome(
             task, weights, metrics, losses, self._starts, _only_first(on_microbatch, len(inputs)), in_lockstep=self._in_lockstep
         )
-        begin = self.begin_microbatch
-        if begin is not None:
-            begin(not microbatches)
-        self._run(self._programs.training(len(microbatches)) if microbatches else None, microbatches, outcome)
+        program = self._program(self._programs.training, len(microbatches))
+        if self.begin_microbatch is not None:
+            self.begin_microbatch(program is None)
+        self._run(program, microbatches, outcome)
         sizes = [batch_size(microbatch) for microbatch in pack.microbatches] if weights.assumed else []
         total = self._totals.finish([size for size in sizes if size is not None])
         if self._totals.sizes_differ and self.hosts_last_stage:
@@ -187,7 +187,15 @@ class PipelineRunner:
 
     def _run_forwards(self, microbatches: list[Microbatch], outcome: Outcome) -> None:
         self._begin(microbatches)
-        self._run(self._programs.forward_only(len(microbatches)) if microbatches else None, microbatches, outcome)
+        self._run(self._program(self._programs.forward_only, len(microbatches)), microbatches, outcome)
+
+    def _program(self, build: Callable[[int], Program], num_microbatches: int) -> Program | None:
+        """The program for so many microbatches; None without any. If the ranks have different numbers, that is what is wrong."""
+        try:
+            return build(num_microbatches) if num_microbatches else None
+        except ConfigurationError:
+            self._check.finish()
+            raise
 
     def _run(self, program: Program | None, microbatches: Sequence[Microbatch], outcome: Outcome) -> None:
         if program is None:

@@ -89,12 +89,12 @@ class SplitBackward:
             while groups:  # one after the other, so that each frees what it used
                 _finish(groups.pop())
 
-        branches = [branch for group in groups for branch in group.branches]
-        got = next((gradient for branch in branches for gradient in branch.got.values()), None)
-        if got is None:
-            run()
+        needed = [edge for group in groups for branch in group.branches for _, edge in branch.leaving]
+        devices = {gradient.device for group in groups for branch in group.branches for gradient in branch.got.values()}
+        if devices:
+            _run_where_needed(run, needed, next(iter(devices)))
         else:
-            _run_where_needed(run, [edge for branch in branches for _, edge in branch.leaving], got.device)
+            run()
 
 
 class _Cut:

@@ -17,6 +17,7 @@ from trainer_kit.data import iterate_tensors
 from trainer_kit.exceptions import ModelError
 from trainer_kit.mesh.context import AddedLoss
 from trainer_kit.random_state import forked
+from trainer_kit.torch_private import put_back
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def without_trace(device: torch.device, modules: Sequence[nn.Module]) -> Iterato
             for owner, name, buffer, values in kept:
                 if getattr(owner, name) is not buffer:
                     setattr(owner, name, buffer)
-                buffer.copy_(values)
+                put_back(buffer, values)  # the backward of other microbatches may still look at it
 
 
 def ends_of(outputs: Any, added: Sequence[AddedLoss]) -> list[torch.Tensor]:
