@@ -45,8 +45,7 @@ class LocalBoundary:
     def meet(self, pending: Pending) -> None:
         """Count the wish to stop, and bring out the outcome of a background save that has ended."""
         run = self._run
-        if run.deadline is not None:
-            _note_deadline(run)
+        _note_deadline(run)
         run.stop_agreed, run.raising_agreed = run.stop_reason is not None, run.stop_raising is not None
         self._saver.poll()
 

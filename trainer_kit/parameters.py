@@ -74,7 +74,6 @@ class ParameterTable:
             else:
                 self.buffers[name] = tensor
         self._check_complete(stages)
-        self._by_parameter = {row.parameter: row for row in self.rows} | {row.local: row for row in self.rows}
 
     def _check_complete(self, stages: Sequence[nn.Module]) -> None:
         known = {row.parameter for row in self.rows}
@@ -114,14 +113,6 @@ class ParameterTable:
     def trainable(self) -> list[ParameterRow]:
         """The rows that get gradients."""
         return [row for row in self.rows if row.trainable]
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """The canonical name of a parameter."""
-        return self._by_parameter[parameter].name
-
-    def names(self) -> dict[nn.Parameter, str]:
-        """Local parameter -> canonical name."""
-        return {row.local: row.name for row in self.rows}
 
     def tensors(self, *, trainable_only: bool = False) -> dict[str, torch.Tensor]:
         """Canonical name -> tensor, of parameters and persistent buffers, in the order of the model."""

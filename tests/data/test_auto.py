@@ -11,21 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from tests.data.samples import Ids
 from trainer_kit.data import AutoDataProvider, as_provider
 from trainer_kit.exceptions import ConfigurationError, StateError
-
-
-class Ids:
-    """Sample i is the number i."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return index
 
 
 class Batched(Ids):

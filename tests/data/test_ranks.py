@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.data.samples import Ids
 from trainer_kit import MeshStrategy
 from trainer_kit.data import AutoDataProvider, DataProvider, DataStream, Pack, as_provider
 from trainer_kit.data.ranks import checksum
@@ -18,19 +19,6 @@ from trainer_kit.data.sampler import on_all_ranks, pack_spans
 from trainer_kit.exceptions import ConfigurationError, StateError
 from trainer_kit.random_state import RandomStreams
 from trainer_kit.testing import run_on_ranks
-
-
-class Ids:
-    """Sample i is the number i."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return index
 
 
 class Noisy(Ids):

@@ -8,24 +8,11 @@ import random
 import pytest
 import torch
 
+from tests.data.samples import Ids
 from trainer_kit.data import AutoDataProvider, DataStream
 from trainer_kit.exceptions import CheckpointError
 
 forks = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-
-
-class Ids:
-    """Sample i is the number i; counts how often it was asked."""
-
-    def __init__(self, size):
-        self.size, self.asked = size, []
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        self.asked.append(index)
-        return index
 
 
 class Noisy(Ids):

@@ -78,3 +78,15 @@ class Weights(nn.Module):
 
     def forward(self, **factors: Any) -> torch.Tensor:
         return torch.stack([(getattr(self, name) * factor).sum() for name, factor in factors.items()]).sum()
+
+
+class NaNBackward(torch.autograd.Function):
+    """A gradient that is nan after a finite forward (B56)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * float("nan")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.gradients.on_ranks import NaNBackward
 from tests.support import Gradients as Seen
 from tests.support import MeanTask, Scalar, quiet_trainer, sgd
 from trainer_kit import Callback, ForwardInputs, Task
@@ -35,6 +36,22 @@ def test_the_norm_is_that_of_torch_for_mixed_dtypes(p):
     gradients.finish(1)
     expected = torch.linalg.vector_norm(torch.cat([x.double().flatten() for x in tensors]), p)
     torch.testing.assert_close(gradients.norm(p).double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("weight", [3, 4, torch.tensor(3)])
+def test_gradients_larger_than_the_cache_are_divided_and_checked_whole(weight):
+    """Contracts 3 and 8: 1 MB of gradients at a time, of which one parameter has more; the last of them shows a nan."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(size) for size in (200_000, 300_000, 60_000, 7)] + [torch.randn(5).double(), torch.randn(100_000)]
+    model, gradients = with_gradients(*tensors)
+    flag = torch.zeros(())
+    gradients.finish(weight, flag)
+    assert all(torch.equal(parameter.grad, x / weight) for parameter, x in zip(model, tensors, strict=True)) and flag == 0
+    norms = dict(zip(gradients.names_in_groups(), gradients.norm_per_parameter().tolist(), strict=True))
+    assert norms == pytest.approx({str(index): (x / weight).norm().item() for index, x in enumerate(tensors)}, rel=1e-5)
+    model[5].grad[-1] = float("nan")
+    gradients.finish(weight, flag)
+    assert flag == 1
 
 
 def test_the_norm_is_computed_once_and_follows_a_scaling(monkeypatch):
@@ -215,16 +232,6 @@ def test_what_is_trainable_may_not_change_after_the_build(frozen_first):
     trainer = quiet_trainer(Two(), MeanTask(), [t(1)] * 4, callbacks=[Flips()], log_every=2)
     with pytest.raises(ModelError, match="requires_grad of 'b'"):
         trainer.fit()
-
-
-class NaNBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * float("nan")
 
 
 class FiniteLossNaNGradient(Task):

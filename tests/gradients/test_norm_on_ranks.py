@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.gradients.on_ranks import Weights, context_of, counted, gradients_of, run_pack
+from tests.gradients.on_ranks import NaNBackward, Weights, context_of, counted, gradients_of, run_pack
 from trainer_kit.callbacks import GradientClipping
 from trainer_kit.exceptions import NonFiniteError
 from trainer_kit.gradients import NonFiniteGuard
@@ -169,19 +169,6 @@ def test_clipping_works_unchanged_on_a_mesh(max_norm, factor):
     assert first[1] == second[1] == pytest.approx(13 * factor, rel=1e-6)
 
 
-class NaNOnRankOne(torch.autograd.Function):
-    """Finite forwards (B56)."""
-
-    @staticmethod
-    def forward(ctx, x, bad):
-        ctx.bad = bad
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * math.nan if ctx.bad else grad, None
-
-
 def steps(how, policy, deferred=False, late=False):
     """Three steps, of which the second has a nan on rank 1; `late`: a callback puts it into its local gradient."""
     degrees = {"dp_shard": 2} if how == "fsdp" else {"dp_replicate": 2}
@@ -198,8 +185,8 @@ def steps(how, policy, deferred=False, late=False):
         found, error = [], ""
         for step in range(3):
             bad = step == 1 and context.rank == 1
-            loss = [lambda bad=bad: NaNOnRankOne.apply(model(a=1.0), bad and not late) + model(z=1.0)]
-            run_pack(gradients, loss, 2.0, guard.flag())
+            spoil = NaNBackward.apply if bad and not late else torch.clone
+            run_pack(gradients, [lambda spoil=spoil: spoil(model(a=1.0)) + model(z=1.0)], 2.0, guard.flag())
             guard.watch(late)
             if bad and late:
                 rows[0].grad[0] = math.nan

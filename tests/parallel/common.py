@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_kit.mesh.contracts import contracts_of
 from trainer_kit.mesh.layout import is_distributed
 from trainer_kit.models import Decoder, DecoderConfig
+from trainer_kit.torch_private import whole_tensor
 
 SIZES: dict[str, Any] = {
     "vocab_size": 11, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_size": 8, "intermediate_size": 12, "max_seq_len": 8,
@@ -46,11 +47,7 @@ def tokens(rank: int, batch: int = 2, length: int = 6) -> torch.Tensor:
 def token_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """A sum over positions of which some do not count, so that ranks add up."""
     targets = ids.roll(-1, 1).masked_fill(ids == 3, -100)
-    return plain(F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"))
-
-
-def plain(loss: Any) -> torch.Tensor:
-    return loss.full_tensor() if is_distributed(loss) else loss
+    return whole_tensor(F.cross_entropy(model(ids).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"))
 
 
 def gradients(model: nn.Module, losses: Any) -> dict[str, torch.Tensor]:

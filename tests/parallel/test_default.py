@@ -68,6 +68,10 @@ def structure_job():
     tied[2][0].weight = tied[0][0].weight
     plan(tied, dp_cp_shard=2)
     assert fsdp_units(tied) == [tied, tied[1]] and tied[2][0].weight is tied[0][0].weight
+    shared = nn.Module()
+    shared.there = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+    shared.back = nn.ModuleList([shared.there[1], shared.there[0]])
+    assert fsdp_units(plan(shared, dp_cp_shard=2)) == [shared, *shared.there]
     flat = plan(nn.Linear(2, 2), dp_cp_shard=2)
     assert fsdp_units(flat) == [flat]
     copies = plan(nn.Linear(2, 2), cp_replicate=2)
@@ -79,7 +83,10 @@ def structure_job():
 
 
 def test_structures_that_the_plan_meets():
-    """Contract 12: blocks that share a parameter are left to the root; tensor parallelism needs a plan, and heads that it divides."""
+    """Contract 12: blocks that share a parameter are left to the root, a block in two lists is one unit.
+
+    Tensor parallelism needs a plan, and heads that it divides.
+    """
     run_on_ranks(2, structure_job)
 
 

@@ -10,6 +10,7 @@ from trainer_kit.metrics import Accuracy
 from trainer_kit.models import generate
 from trainer_kit.parallel import parallelize_tensor
 from trainer_kit.testing import run_on_ranks
+from trainer_kit.torch_private import whole_tensor
 
 BATCH = {"input_ids": tokens(0), "labels": tokens(0).masked_fill(tokens(0) < 3, -100)}
 
@@ -73,8 +74,7 @@ def autocast_job(is_sequence):
 
 def mixed_loss(model):
     logits = model(tokens(0))
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens(0).roll(-1, 1).flatten(), reduction="sum")
-    return loss if type(loss) is torch.Tensor else loss.full_tensor()
+    return whole_tensor(F.cross_entropy(logits.flatten(0, 1).float(), tokens(0).roll(-1, 1).flatten(), reduction="sum"))
 
 
 @pytest.mark.parametrize("is_sequence", [False, True])

@@ -327,7 +327,7 @@ def inputs_job():
     parallelize_tensor(model, mesh, model.tensor_plan(2))
     with pytest.raises(ModelError, match=r"shape \(2, 5, 8\) cannot be cut .* T a multiple of 2"):
         model(tokens(0, length=5))
-    with pytest.raises(ModelError, match="a \"row\" Linear of 8 inputs takes the 4 of its rank, but got 8"):
+    with pytest.raises(ModelError, match='a "row" Linear of 8 inputs takes the 4 of its rank, but got 8'):
         model.layers["0"].attention.o_proj(torch.ones(2, 6, 8, dtype=torch.float64))
     with pytest.raises(IndexError):  # as on one process, and on every rank
         model.embedding(torch.tensor([[0, 11]]))

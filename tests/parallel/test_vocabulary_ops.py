@@ -5,10 +5,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.parallel.common import make_mesh, plain
+from tests.parallel.common import make_mesh
 from trainer_kit.mesh.layout import layout_of
 from trainer_kit.parallel.vocabulary_ops import enable_vocabulary_ops
 from trainer_kit.testing import run_on_ranks
+from trainer_kit.torch_private import whole_tensor
 
 N, V, T = 4, 7, 3
 
@@ -30,7 +31,7 @@ def difference_job(shape, dim, function):
     start = torch.rand(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(1))
     expected.backward(start)
     local, whole = cut(logits.detach(), dim)
-    found = plain(function(whole))
+    found = whole_tensor(function(whole))
     found.backward(start)
     box = layout_of(whole).box
     return (found - expected).abs().max().item(), max([0.0, *(local.grad - logits.grad[box]).abs().flatten().tolist()])
@@ -102,7 +103,7 @@ def test_more_ranks_than_classes():
 def all_ignored_job():
     enable_vocabulary_ops()
     _, logits = cut(torch.randn(2, V), 1)
-    return plain(F.cross_entropy(logits, torch.tensor([-100, -100]))).item(), plain(
+    return whole_tensor(F.cross_entropy(logits, torch.tensor([-100, -100]))).item(), whole_tensor(
         F.cross_entropy(logits, torch.tensor([-100, -100]), reduction="sum")
     ).item()
 
@@ -130,8 +131,8 @@ def batch_cut_job():
     logits = torch.randn(N, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     _, whole = cut(logits, 0)
     assert whole.log_softmax(-1).placements == whole.placements
-    a = (plain(whole.log_softmax(-1)) - logits.log_softmax(-1)).abs().max().item()
-    return a, abs(plain(F.cross_entropy(whole, TARGET)).item() - F.cross_entropy(logits, TARGET).item())
+    a = (whole_tensor(whole.log_softmax(-1)) - logits.log_softmax(-1)).abs().max().item()
+    return a, abs(whole_tensor(F.cross_entropy(whole, TARGET)).item() - F.cross_entropy(logits, TARGET).item())
 
 
 def test_logits_that_are_cut_over_the_samples():

@@ -84,7 +84,7 @@ def compare(meshes: list[str], double: bool, optimizer: str, steps: int) -> bool
 
 
 def with_dropout(meshes: list[str], steps: int) -> bool:
-    """Runs with dropout on meshes with tensor parallelism: peers stay bitwise equal, and losses stay close to those of one process."""
+    """Runs with dropout on meshes with tensor parallelism: peers stay bitwise equal."""
     good = True
     print(f"\nadamw, fp32, dropout 0.2, {steps} steps")
     print(f"{'mesh':<20}  peers")

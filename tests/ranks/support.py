@@ -1,5 +1,6 @@
 """Small parts of jobs on ranks: data that says what each data rank holds, a model with one weight, and a quiet trainer on a mesh."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,6 +78,19 @@ def on_mesh(model: Any, task: Task, data: Any, degrees: dict[str, int], **settin
     """A quiet trainer on a mesh of CPU ranks."""
     settings.setdefault("log_every", 1)
     return quiet_trainer(model, task, data, strategy=MeshStrategy(device="cpu", **{"dp_replicate": 1, **degrees}), **settings)
+
+
+def delay_saves(trainer: Trainer, wait: Callable[[], None]) -> None:
+    """Every save of the trainer first waits, where it writes: in the background, if it is a background save."""
+    make = trainer._saver._make
+
+    def slow(*args: Any) -> Any:
+        save = make(*args)
+        write = save.write
+        save.write = lambda: (wait(), write())
+        return save
+
+    trainer._saver._make = slow
 
 
 def weight_of(trainer: Trainer) -> list[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.support import MESHES, MeanOutput, Parts, Weight, on_mesh, t
+from tests.ranks.support import MESHES, MeanOutput, Parts, Weight, delay_saves, on_mesh, t
 from trainer_kit import Callback
 from trainer_kit.callbacks import Checkpoint, Evaluate, Signals
 from trainer_kit.exceptions import StateError
@@ -215,21 +215,12 @@ class Slow(Callback):
 
     def on_build_end(self, event):
         trainer = event.trainer
-        make = trainer._saver._make
 
-        def slow(*args):
-            save = make(*args)
-            write = save.write
+        def wait():
+            while trainer.context.rank == 1 and trainer.step < 4:
+                time.sleep(0.002)
 
-            def wait_and_write():
-                while trainer.context.rank == 1 and trainer.step < 4:
-                    time.sleep(0.002)
-                write()
-
-            save.write = wait_and_write
-            return save
-
-        trainer._saver._make = slow
+        delay_saves(trainer, wait)
 
     def on_step_end(self, event):
         if event.trainer.step == 1:

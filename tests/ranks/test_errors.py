@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from tests.ranks.support import MESHES, MeanOutput, Parts, Weight, on_mesh, t
+from tests.ranks.support import MESHES, MeanOutput, Parts, Weight, delay_saves, on_mesh, t
 from trainer_kit import AutoDataProvider, Callback, ForwardInputs, Task
 from trainer_kit.callbacks import Signals
 from trainer_kit.exceptions import StateError
@@ -120,16 +120,8 @@ class Saves(Callback):
     """A background save is under way when rank 1 fails, and rank 0 keeps it waiting for ever."""
 
     def on_build_end(self, event):
-        trainer = event.trainer
-        make = trainer._saver._make
-
-        def slow(*args):
-            save = make(*args)
-            write = save.write
-            save.write = lambda: (time.sleep(60.0 if trainer.context.rank == 0 else 0.0), write())
-            return save
-
-        trainer._saver._make = slow
+        seconds = 60.0 if event.trainer.context.rank == 0 else 0.0
+        delay_saves(event.trainer, lambda: time.sleep(seconds))
 
     def on_step_start(self, event):
         if event.step == 1 and event.trainer.context.rank == 1:

@@ -44,9 +44,10 @@ def test_the_description_tells_the_mesh_and_what_this_rank_holds(name, described
     (expected, short) = job_describe({})
     assert "this rank" not in short and "on this rank" not in expected["model"]
     found = run_on_ranks(2, job_describe, MESHES[name])
-    total = sum(parameter.numel() for parameter in Decoder(CONFIG).parameters())
+    sizes = {name: parameter.numel() for name, parameter in Decoder(CONFIG).named_parameters()}
+    total, norms = sum(sizes.values()), sum(size for name, size in sizes.items() if "norm" in name)
     held = [int(sections["model"].get("on this rank", f"{total}").replace(",", "")) for sections, _ in found]
-    assert sum(held) == {"replicate": 2 * total, "fsdp": total}.get(name, sum(held)) and (name == "replicate" or max(held) < total)
+    assert sum(held) == {"replicate": 2 * total, "fsdp": total, "tp": total + norms}[name] and (name == "replicate" or max(held) < total)
     for rank, (sections, short) in enumerate(found):
         assert sections["model"]["parameters"] == expected["model"]["parameters"] == f"{total:,}"
         assert sections["mesh"]["ranks"] == f"2 ranks on cpu: {described}"

@@ -23,6 +23,15 @@ def history(trainer):
     return {name: trainer.history.values(name) for name in trainer.history.names()}
 
 
+def fitted(trainer):
+    """After a fit and an evaluation on the same data: what was recorded, and the values of the evaluation."""
+    trainer.fit()
+    values = trainer.evaluate(trainer.data)
+    found = history(trainer)
+    trainer.close()
+    return found, values
+
+
 def same(found: dict, expected: dict) -> bool:
     """Whether two histories are equal, nan included."""
     return str(sorted(found.items())) == str(sorted(expected.items()))
@@ -118,11 +127,7 @@ def job_metrics(name, degrees):
     together = [[a + b for a, b in PACKS]]
     parts = [list(part) for part in zip(*PACKS, strict=True)] if name in ("replicate", "fsdp") else together
     trainer = on_mesh(Weight(), ManyMetrics(), Parts(*parts), degrees, log_every=2, log_delay=0)
-    trainer.fit()
-    values = trainer.evaluate(trainer.data)
-    found = history(trainer)
-    trainer.close()
-    return found, values
+    return fitted(trainer)
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -156,11 +161,7 @@ class Foreign(MeanOutput):
 
 def job_foreign(name):
     trainer = on_mesh(Weight(), Foreign(), Parts(*UNEQUAL[name]), MESHES[name])
-    trainer.fit()
-    values = trainer.evaluate(trainer.data)
-    found = history(trainer)
-    trainer.close()
-    return found, values
+    return fitted(trainer)
 
 
 @pytest.mark.parametrize("name", MESHES)

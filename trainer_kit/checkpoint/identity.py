@@ -41,12 +41,12 @@ def tensors_checksum(tensors: Iterable[tuple[str, torch.Tensor]], context: Distr
     With the `context` of several ranks all of them call it; distributed tensors are brought together one by one, so that the text is
     the same on any mesh.
     """
-    checksum = 0
+    team, checksum = Team.of(context), 0
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
         whole = whole_on_main(tensor, context)
-        if whole is not None:
+        if whole is not None and team.is_main:  # a replicated one is whole on every rank, and one of them is enough
             checksum = tensor_crc32(whole, zlib.crc32(name.encode(), checksum))
-    return str(Team.of(context).broadcast(f"{checksum:08x}"))
+    return str(team.broadcast(f"{checksum:08x}"))
 
 
 def check_identity(found: Mapping[str, Any], expected: Mapping[str, Any], label: str) -> list[str]:

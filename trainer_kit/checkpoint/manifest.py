@@ -15,8 +15,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from trainer_kit.checkpoint.checks import FileRecord, TensorRecord, check_files, check_tensors
 from trainer_kit.checkpoint.tree import flatten_state, unflatten_state
 from trainer_kit.exceptions import CheckpointError
@@ -60,11 +58,6 @@ class Manifest:
     def without(self, names: Collection[str]) -> Manifest:
         """The same checkpoint as if these tensors were not in it; for those that concern other ranks."""
         return replace(self, tensors={name: record for name, record in self.tensors.items() if name not in names})
-
-    def empty_tensors(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """New CPU tensors, to load into, for the saved ones whose key begins with `prefix`: for states whose shapes nobody knows yet."""
-        found = {name: record for name, record in self.tensors.items() if name.startswith(prefix)}
-        return {name: torch.empty(record.shape, dtype=record.dtype) for name, record in found.items()}
 
 
 def _tensor_json(record: TensorRecord) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 from trainer_kit.checkpoint.tree import flatten_state, unflatten_state
 from trainer_kit.exceptions import CheckpointError
-from trainer_kit.weights.format import DTYPE_NAMES, DTYPES, tensor_bytes
+from trainer_kit.weights.format import DTYPE_NAMES, DTYPES, on_host, tensor_bytes
 
 
 def rank_key(part: str, data_rank: int | str) -> str:
@@ -53,8 +53,8 @@ def decode_state(data: torch.Tensor) -> Any:
 def _encoded(name: str, tensor: torch.Tensor) -> list[Any]:
     if tensor.dtype not in DTYPE_NAMES or tensor.layout != torch.strided or tensor.is_meta:
         raise CheckpointError(f"{name} is {tensor.dtype}, {tensor.layout}, on {tensor.device}; dense tensors with data were expected")
-    host = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    return [DTYPE_NAMES[tensor.dtype], list(tensor.shape), bytes(tensor_bytes(host)).hex()]
+    host = on_host(tensor)
+    return [DTYPE_NAMES[tensor.dtype], list(tensor.shape), tensor_bytes(host).hex()]
 
 
 def _decoded(dtype: str, shape: Iterable[int], text: str) -> torch.Tensor:

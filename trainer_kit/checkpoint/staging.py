@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
+from trainer_kit.mesh.layout import local_of
+
 
 class Staging:
     """Owns the copies. Only one save may use them at a time."""
@@ -20,7 +22,7 @@ class Staging:
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copies of the local tensors (of a DTensor its shard), complete when this returns. torch copies with all its threads."""
-        sources = {name: _local(tensor) for name, tensor in tensors.items()}
+        sources = {name: local_of(tensor) for name, tensor in tensors.items()}
         self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
         for name, source in sources.items():
             self._buffers[name].copy_(source, non_blocking=True)
@@ -37,9 +39,3 @@ class Staging:
         if old is not None and old.shape == source.shape and old.dtype == source.dtype:
             return old
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")  # pinned: copied without a detour
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -202,7 +202,7 @@ class DataStream:
             pack = self._read() if self._ranks is None else self._read_together(self._ranks)
             if pack is None:
                 return None
-            copy = self._start_copy(pack) if self._transfer is not None else None
+            copy = self._start_copy(pack)
         except Exception as error:
             self._stop_fetching()
             return _Fetched(error=error)

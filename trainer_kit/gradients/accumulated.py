@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from trainer_kit.gradients.synchroniser import MicrobatchSync, Synchroniser
     from trainer_kit.mesh.context import DistributedContext
 
+_CACHED_BYTES = 1024**2  # of gradients that a CPU has still in its cache when it goes over them again
+
 
 class Gradients:
     """The gradients of the trainable parameters.
@@ -47,7 +49,7 @@ class Gradients:
         self._parameters = [row.local for row in rows]
         self._grad_dtype = grad_dtype
         self._cast = [p for p in self._parameters if grad_dtype is not None and p.dtype != grad_dtype] if cast_for_update else []
-        self._members: list[list[torch.nn.Parameter]] = []  # parameters whose gradients share device and dtype
+        self._members: list[list[torch.nn.Parameter]] = []  # parameters whose gradients share device and dtype, see `_group`
         self._groups: list[list[torch.Tensor]] = []
         self._norms: dict[float, torch.Tensor] = {}
         self.touched = False  # whether anybody but `scale` changed a gradient in this step
@@ -170,9 +172,10 @@ class Gradients:
                 )
             if gradient.numel():  # a rank may hold no element of a short parameter, and no largest one is to be found among none
                 groups.setdefault((gradient.device, gradient.dtype), []).append(row)
-        self._members = [[row.local for row in rows] for rows in groups.values()]
+        parts = [part for (device, _), rows in groups.items() for part in (_cached_parts(rows) if device.type == "cpu" else [rows])]
+        self._members = [[row.local for row in rows] for rows in parts]
         if self._ranks is not None:
-            self._shares = self._ranks.shares(row for rows in groups.values() for row in rows)
+            self._shares = self._ranks.shares(row for rows in parts for row in rows)
 
     def norm(self, p: float = 2.0) -> torch.Tensor:
         """The p-norm over all gradients as a device tensor; the formula of `torch.nn.utils.get_total_norm`. On a mesh a collective.
@@ -214,7 +217,7 @@ class Gradients:
     def flag_non_finite(self, flag: torch.Tensor) -> None:
         """Set `flag` to 1 if any gradient is not finite."""
         for group in self._groups:
-            multiply_and_flag_non_finite(group, torch.ones_like(flag), flag)
+            multiply_and_flag_non_finite(group, self._inverse(1, flag), flag)
 
     def share_flag(self, flag: torch.Tensor) -> None:
         """Where gradients are cut, set `flag` to 1 if it is 1 on any rank, so that all of them decide alike. A collective."""
@@ -255,3 +258,17 @@ class Gradients:
         self.zero()
         if self._mesh is not None:
             self._mesh.close()
+
+
+def _cached_parts(rows: Sequence[ParameterRow]) -> list[list[ParameterRow]]:
+    """`rows` in order, in parts so small that the finite check finds in the cache of the CPU what the division wrote."""
+    parts: list[list[ParameterRow]] = []
+    free = 0
+    for row in rows:
+        size = row.local.numel() * (row.local.grad_dtype or row.local.dtype).itemsize
+        if not parts or size > free:
+            parts.append([])
+            free = _CACHED_BYTES
+        parts[-1].append(row)
+        free -= size
+    return parts

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer_kit.exceptions import StateError
-from trainer_kit.mesh.domains import domains_of
+from trainer_kit.mesh.domains import DEGREES, domains_of
 from trainer_kit.mesh.failure import Failures, NoFailures
 from trainer_kit.mesh.host import HostChannel, LocalChannel
 from trainer_kit.mesh.place_logger import PlaceLogger
@@ -172,8 +172,7 @@ class DistributedContext:
         """One line about the mesh."""
         if self.world_size == 1:
             return f"1 process on {self.device}"
-        names = ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp", "ep")
-        degrees = [f"{name} {getattr(self.strategy, name)}" for name in names if getattr(self.strategy, name) > 1]
+        degrees = [f"{name} {getattr(self.strategy, name)}" for name in (*DEGREES, "ep") if getattr(self.strategy, name) > 1]
         return f"{self.world_size} ranks on {self.device.type}" + (f": {', '.join(degrees)}" if degrees else "")
 
 

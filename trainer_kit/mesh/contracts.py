@@ -53,12 +53,6 @@ def set_contract(parameter: torch.Tensor, mesh: DeviceMesh, kind: Kind) -> None:
     setattr(parameter, _ATTRIBUTE, known)
 
 
-def copy_contracts(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Carry the contracts over to the object that takes the place of a parameter."""
-    if contracts := contracts_of(source):
-        setattr(target, _ATTRIBUTE, dict(contracts))
-
-
 def missing_dimensions(contracts: Contracts, sizes: Mapping[str, int]) -> list[str]:
     """The mesh dimensions (name -> size) along which nothing is said about a gradient; empty if all ranks are accounted for."""
     if math.prod(contract.size for contract in contracts.values()) == math.prod(sizes.values()):

@@ -11,28 +11,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from trainer_kit.exceptions import ConfigurationError
 
+if TYPE_CHECKING:
+    from trainer_kit.mesh.strategy import MeshStrategy
 
-class Degrees(Protocol):
-    """A strategy with every degree given."""
-
-    @property
-    def pp(self) -> int: ...
-    @property
-    def dp_replicate(self) -> int: ...
-    @property
-    def dp_shard(self) -> int: ...
-    @property
-    def cp_shard(self) -> int: ...
-    @property
-    def cp_replicate(self) -> int: ...
-    @property
-    def tp(self) -> int: ...
-    @property
-    def ep(self) -> int: ...
+DEGREES = ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp")  # of a strategy; their product is the world
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +71,12 @@ def _offsets(axes: Sequence[tuple[int, int]]) -> list[int]:
     return [sum(place) for place in itertools.product(*(range(0, size * stride, stride) for size, stride in axes))]
 
 
-def domains_of(degrees: Degrees) -> dict[str, Domain]:
-    """The domains by name. Raises ConfigurationError if `ep` does not divide the ranks of a pipeline stage."""
-    d = degrees
+def domains_of(strategy: MeshStrategy) -> dict[str, Domain]:
+    """The domains by name; every degree must be given. Raises ConfigurationError if `ep` does not divide the ranks of a pipeline stage."""
+    d, all_sizes = strategy, tuple(getattr(strategy, name) for name in DEGREES)
     replicate, shard, expert = _expert_sizes(d)
     found = (
-        Domain(
-            "regular",
-            ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp"),
-            (d.pp, d.dp_replicate, d.dp_shard, d.cp_shard, d.cp_replicate, d.tp),
-        ),
+        Domain("regular", DEGREES, all_sizes),
         Domain(
             "dense",
             ("pp", "dp_replicate", "dp_cp_shard", "cp_replicate", "tp"),
@@ -102,19 +84,19 @@ def domains_of(degrees: Degrees) -> dict[str, Domain]:
         ),
         Domain("expert", ("pp", "ep_replicate", "ep_shard", "ep"), (d.pp, replicate, shard, expert)),
         Domain("batch", ("pp", "dp", "cp", "tp"), (d.pp, d.dp_replicate * d.dp_shard, d.cp_shard * d.cp_replicate, d.tp)),
-        Domain("flat", ("world",), (d.pp * d.dp_replicate * d.dp_shard * d.cp_shard * d.cp_replicate * d.tp,)),
+        Domain("flat", ("world",), (math.prod(all_sizes),)),
     )
     return {domain.name: domain for domain in found}
 
 
-def _expert_sizes(degrees: Degrees) -> tuple[int, int, int]:
+def _expert_sizes(degrees: MeshStrategy) -> tuple[int, int, int]:
     """How the ranks of a stage are cut for experts: `ep` innermost, replicas kept where that goes, the rest shards by FSDP."""
     inner = degrees.dp_shard * degrees.cp_shard * degrees.cp_replicate * degrees.tp
     if inner % degrees.ep == 0:
         return degrees.dp_replicate, inner // degrees.ep, degrees.ep
     per_stage = degrees.dp_replicate * inner
     if per_stage % degrees.ep:
-        product = " x ".join(f"{name} {getattr(degrees, name)}" for name in ("dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp"))
+        product = " x ".join(f"{name} {getattr(degrees, name)}" for name in DEGREES if name != "pp")
         raise ConfigurationError(
             f"ep={degrees.ep} of MeshStrategy does not divide the {per_stage} ranks of a pipeline stage ({product}); change one of them"
         )

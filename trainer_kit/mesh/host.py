@@ -89,7 +89,30 @@ class LocalChannel:
         """See HostChannel."""
 
 
-class WorldChannel:
+class GroupChannel:
+    """Plain values between the ranks of a gloo group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._rank, self._world_size = group, group.rank(), group.size()
+
+    def exchange(self, value: Any) -> list[Any]:
+        """See HostChannel."""
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self._world_size
+        dist.all_gather_object(values, value, self._group)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """See HostChannel."""
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box, group=self._group, device=torch.device("cpu"), group_src=0)
+        return box[0]
+
+
+class WorldChannel(GroupChannel):
     """The ranks of a world. While a rank waits in `agree`, what ended another one is raised."""
 
     def __init__(
@@ -101,12 +124,10 @@ class WorldChannel:
         *,
         agree_timeout: float = 25.0,
     ) -> None:
-        import torch.distributed as dist
-
-        self._group, self.agree_timeout = group, agree_timeout
+        super().__init__(group)
+        self.agree_timeout = agree_timeout
         self._make_background = make_background
         self._background: ProcessGroup | None = None
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._roll_call = RollCall(store, self._rank, self._world_size, failures)
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -127,14 +148,6 @@ class WorldChannel:
 
         return wait
 
-    def exchange(self, value: Any) -> list[Any]:
-        """See HostChannel."""
-        import torch.distributed as dist
-
-        values: list[Any] = [None] * self._world_size
-        dist.all_gather_object(values, value, self._group)
-        return values
-
     def gather(self, value: Any) -> list[Any] | None:
         """See HostChannel."""
         import torch.distributed as dist
@@ -142,14 +155,6 @@ class WorldChannel:
         values: list[Any] | None = [None] * self._world_size if self._rank == 0 else None
         dist.gather_object(value, values, 0, self._group)
         return values
-
-    def broadcast(self, value: Any) -> Any:
-        """See HostChannel."""
-        import torch.distributed as dist
-
-        box = [value]
-        dist.broadcast_object_list(box, 0, self._group, device=torch.device("cpu"))
-        return box[0]
 
     def barrier(self) -> None:
         """See HostChannel."""

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from trainer_kit.exceptions import ModelError
 from trainer_kit.torch_private import distributed_tensor_type, local_tensor
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,26 +105,3 @@ def like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def gather(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """The whole of a tensor on every rank of `group`, which holds each of its boxes at least once. A collective, unless it is whole."""
-    layout = layout_of(tensor)
-    local = local_of(tensor)
-    if layout.is_whole:
-        return local
-    import torch.distributed as dist
-
-    num_ranks = dist.get_world_size(group)
-    boxes: list[Any] = [None] * num_ranks
-    dist.all_gather_object(boxes, (layout.offsets, layout.sizes), group)
-    largest = max(math.prod(sizes) for _, sizes in boxes)
-    mine = local.new_zeros(largest)
-    mine[: local.numel()].copy_(local.reshape(-1))
-    parts = [torch.empty_like(mine) for _ in range(num_ranks)]
-    dist.all_gather(parts, mine, group)
-    whole = local.new_empty(layout.shape)
-    for (offsets, sizes), part in zip(boxes, parts, strict=True):
-        box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-        whole[box].copy_(part[: math.prod(sizes)].view(sizes))
-    return whole

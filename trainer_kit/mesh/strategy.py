@@ -11,13 +11,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from trainer_kit.exceptions import ConfigurationError, UnsupportedError, explain_settings
 from trainer_kit.mesh.context import DistributedContext
-from trainer_kit.mesh.domains import domains_of
+from trainer_kit.mesh.domains import DEGREES, domains_of
 from trainer_kit.mesh.place import Place, find_place
 from trainer_kit.mesh.world import World
 
 _logger = logging.getLogger("trainer_kit")
-
-DEGREES = ("pp", "dp_replicate", "dp_shard", "cp_shard", "cp_replicate", "tp")
 
 
 class MeshStrategy(BaseModel):

@@ -14,10 +14,13 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainer_kit.mesh.host import GroupChannel
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainer_kit.mesh.context import DistributedContext
+    from trainer_kit.mesh.host import HostChannel
 
 T = TypeVar("T")
 
@@ -31,12 +34,12 @@ class Team:
     @staticmethod
     def of(context: DistributedContext | None) -> Team:
         """All ranks of a run, over its host channel."""
-        return Team() if context is None or context.world_size == 1 else _ContextTeam(context)
+        return Team() if context is None or context.world_size == 1 else _Ranks(context.host, context.rank, context.world_size)
 
     @staticmethod
     def of_group(group: ProcessGroup | None) -> Team:
         """The ranks of a gloo group."""
-        return Team() if group is None else _GroupTeam(group)
+        return Team() if group is None else _Ranks(GroupChannel(group), group.rank(), group.size())
 
     @property
     def is_alone(self) -> bool:
@@ -77,33 +80,12 @@ class Team:
         return result
 
 
-class _ContextTeam(Team):
-    """The ranks of a run."""
+class _Ranks(Team):
+    """Several ranks over a channel between them."""
 
-    def __init__(self, context: DistributedContext) -> None:
-        self.rank, self.num_ranks = context.rank, context.world_size
-        self.exchange, self.broadcast = context.host.exchange, context.host.broadcast  # type: ignore[method-assign]
-
-
-class _GroupTeam(Team):
-    """The ranks of a process group."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group, self.rank, self.num_ranks = group, group.rank(), group.size()
-
-    def exchange(self, value: Any) -> list[Any]:
-        import torch.distributed as dist
-
-        values = [None] * self.num_ranks
-        dist.all_gather_object(values, value, self._group)
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        import torch.distributed as dist
-
-        box = [value]
-        dist.broadcast_object_list(box, group=self._group, group_src=0)
-        return box[0]
+    def __init__(self, channel: HostChannel | GroupChannel, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.exchange, self.broadcast = channel.exchange, channel.broadcast  # type: ignore[method-assign]
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

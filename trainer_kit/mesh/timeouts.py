@@ -30,11 +30,6 @@ class Timeouts:
         self._before = group_timeout(default)
         self._set(setup)
 
-    @property
-    def now(self) -> float:
-        """The timeout that holds."""
-        return self._now
-
     @contextmanager
     def short(self) -> Iterator[None]:
         """The block is the loop."""

@@ -13,7 +13,7 @@ from trainer_kit.mesh.domains import Domain
 from trainer_kit.mesh.failure import FailureWatch
 from trainer_kit.mesh.groups import groups_under
 from trainer_kit.mesh.hangs import explain_hang
-from trainer_kit.mesh.host import WorldChannel
+from trainer_kit.mesh.host import GroupChannel, WorldChannel
 from trainer_kit.mesh.meshes import Meshes
 from trainer_kit.mesh.place import Place
 from trainer_kit.mesh.stores import agent_hosts_store, open_store
@@ -134,6 +134,5 @@ def _own_store(place: Place, host: ProcessGroup) -> Store:
     import torch.distributed as dist
 
     store = dist.PrefixStore("trainer_kit", default_store())
-    number = [store.add("contexts", 1) if place.rank == 0 else 0]
-    dist.broadcast_object_list(number, 0, host)
-    return dist.PrefixStore(f"context-{number[0]}", store)
+    number = GroupChannel(host).broadcast(store.add("contexts", 1) if place.rank == 0 else 0)
+    return dist.PrefixStore(f"context-{number}", store)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.model.modes import eval_modes
 from trainer_kit.models.decoder import Decoder
 from trainer_kit.torch_private import whole_tensor
 
@@ -29,15 +30,10 @@ def generate(
         raise ConfigurationError(f"generate(tokens=...) has the shape {tuple(tokens.shape)}, expected (batch, length), length >= 1")
     if temperature < 0 or (top_k is not None and top_k < 1):
         raise ConfigurationError(f"generate(temperature={temperature}, top_k={top_k}): expected temperature >= 0 and top_k >= 1")
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with eval_modes([model]):
         for _ in range(max_new_tokens):
             logits_BV = whole_tensor(model(tokens[:, -model.config.max_seq_len :])[:, -1]).float()
             tokens = torch.cat((tokens, _sample(logits_BV, temperature, top_k, generator)), dim=1)
-    finally:
-        for module, mode in was_training.items():
-            module.training = mode
     return tokens
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trainer_kit.exceptions import StateError, UnsupportedError
+from trainer_kit.optim.closure import loss_of
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
@@ -49,10 +50,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of each part, in order."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for part in self.parts:
             part.step()
         return loss

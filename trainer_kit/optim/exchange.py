@@ -8,11 +8,13 @@ Before editing: every method is a collective of the group.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from trainer_kit.optim.portions import portions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +56,8 @@ class Exchange:
         self._group, self._boxes = group, boxes
         rank, ranks = group.rank(), range(group.size())
         self._rounds = []
-        for indices in _runs([sum(box.numel for box in of_ranks) for of_ranks in boxes], ROUND_ELEMENTS * group.size()):
+        sizes = [sum(box.numel for box in of_ranks) for of_ranks in boxes]
+        for indices in portions(range(len(boxes)), sizes.__getitem__, ROUND_ELEMENTS * group.size()):
             by_owner = [[index for index in indices if owners[index] == owner] for owner in ranks]
             part_sizes = [sum(boxes[index][rank].numel for index in of_owner) for of_owner in by_owner]
             owned_sizes = [sum(boxes[index][other].numel for index in by_owner[rank]) for other in ranks]
@@ -86,20 +89,6 @@ class Exchange:
         received = send.new_empty(sum(expected))
         dist.all_to_all_single(received, send, expected, sent, group=self._group)
         return received
-
-
-def _runs(sizes: Sequence[int], limit: int) -> Iterator[list[int]]:
-    """Runs of indices whose sizes are at most `limit` together, or a larger one alone."""
-    indices: list[int] = []
-    total = 0
-    for index, size in enumerate(sizes):
-        if indices and total + size > limit:
-            yield indices
-            indices, total = [], 0
-        indices.append(index)
-        total += size
-    if indices:
-        yield indices
 
 
 def _packed(tensors: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

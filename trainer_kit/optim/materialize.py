@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from trainer_kit.exceptions import UnsupportedError
+from trainer_kit.optim.portions import portions
 
 PORTION_BYTES = 64 * 2**20
 # State that does not start from zero in torch's optimizers: NAdam's running product, ASGD's averaging weight; True: the learning rate
@@ -45,23 +46,14 @@ def materialize_state(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} takes a closure in step(); the trainer calls step() without. Use another optimizer="
         )
     with _undone(optimizer):
-        for portion in _portions([parameter for _, parameter in missing]):
+        for portion in portions([parameter for _, parameter in missing], _num_bytes, PORTION_BYTES):
             _step_on(optimizer, step, portion)
     for group, parameter in missing:
         _reset(optimizer.state.get(parameter, {}), group["lr"])
 
 
-def _portions(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    portion: list[torch.Tensor] = []
-    size = 0
-    for parameter in parameters:
-        num_bytes = parameter.numel() * parameter.element_size()
-        if portion and size + num_bytes > PORTION_BYTES:
-            yield portion
-            portion, size = [], 0
-        portion.append(parameter)
-        size += num_bytes
-    yield portion
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _step_on(optimizer: torch.optim.Optimizer, step: Any, portion: list[torch.Tensor]) -> None:

@@ -86,7 +86,8 @@ def merge_optimizer_values(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, A
 
     Raises CheckpointError if two ranks differ about the same state.
     """
-    merged: dict[str, Any] = {"optimizer": of_ranks[0]["optimizer"], "state": {}, "stateless": []}
+    stateless = dict.fromkeys(name for values in of_ranks for name in values["stateless"])
+    merged: dict[str, Any] = {"optimizer": of_ranks[0]["optimizer"], "state": {}, "stateless": list(stateless)}
     known: dict[str, tuple[int, str]] = {}
     for rank, values in enumerate(of_ranks):
         _check_kinds(values["optimizer"], merged["optimizer"])
@@ -96,7 +97,6 @@ def merge_optimizer_values(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, A
             if text != repr(value):
                 raise CheckpointError(f"optimizer state {key!r} is {text} on rank {first} and {value!r} on rank {rank}; it cannot be saved")
         merged["state"] |= values["state"]
-        merged["stateless"] += [name for name in values["stateless"] if name not in merged["stateless"]]
     return merged
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.mesh.layout import Layout, layout_of
+from trainer_kit.optim.closure import loss_of
 from trainer_kit.optim.rounding import NoisePart, draw_noise, mix, noise_key, round_stochastically
 
 PORTION_ELEMENTS = {"cpu": 2**18}  # stays in the cache; other devices want few large kernels
@@ -88,10 +89,7 @@ class StochasticRoundingAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; the gradient may be float32 or have the parameter's dtype."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for index, group in enumerate(self.param_groups):
             for portion in _portions(self._items(index, group)):
                 self._update(group, portion)

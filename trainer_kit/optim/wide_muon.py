@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_kit.optim.closure import loss_of
+
 
 class WideMuon(torch.optim.Muon):
     """The constructor is that of `torch.optim.Muon`."""
@@ -22,10 +24,7 @@ class WideMuon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every matrix that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -55,7 +55,7 @@ def _shard(module: nn.Module, mesh: Any, is_replicated: bool, policy: Any) -> No
 
 def _separable_blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated blocks that share no parameter with anything outside of them, and run as modules."""
-    blocks = [block for _, block in repeated_blocks(module) if block is not module]
+    blocks = [block for _, block in repeated_blocks(module)]
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     inside: dict[nn.Module, nn.Module] = {part: block for block in blocks for part in block.modules()}
     for owner in module.modules():

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 def parallelize_replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Say that each rank along the dimensions of `mesh` computes gradients from data of its own, which are to be summed."""
-    dimension_names(mesh, "parallelize_replicate")
+    check_dimensions(mesh, "parallelize_replicate")
     for parameter in module.parameters():
         set_contract(parameter, mesh, "partial")
 
 
-def dimension_names(mesh: DeviceMesh, function: str, num_dims: int | None = None) -> tuple[str, ...]:
-    """The names of the dimensions of a mesh; an error if they have none, or are not `num_dims`. Contracts are kept by name."""
+def check_dimensions(mesh: DeviceMesh, function: str, num_dims: int | None = None) -> None:
+    """Raise ConfigurationError if the dimensions of a mesh have no names, by which contracts are kept, or are not `num_dims`."""
     names = mesh.mesh_dim_names
     if not names or (num_dims is not None and len(names) != num_dims):
         expected = "a mesh with named dimensions" if num_dims is None else f"a mesh of {num_dims} named dimension{'s' * (num_dims > 1)}"
@@ -31,4 +31,3 @@ def dimension_names(mesh: DeviceMesh, function: str, num_dims: int | None = None
             f"{function}(mesh=...) got a mesh of shape {tuple(mesh.shape)} with the dimensions {names}, expected {expected}; take a slice "
             'of a domain, such as ctx.mesh("dense")["dp_cp_shard"]'
         )
-    return names

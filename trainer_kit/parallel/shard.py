@@ -16,7 +16,7 @@ from torch import nn
 from trainer_kit.exceptions import ModelError
 from trainer_kit.mesh.contracts import set_contract
 from trainer_kit.names import alias_table
-from trainer_kit.parallel.replicate import dimension_names
+from trainer_kit.parallel.replicate import check_dimensions
 from trainer_kit.torch_private import fsdp_modules, without_views
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def parallelize_fsdp(
 
     Raises ModelError for parameters that cannot be in one unit.
     """
-    dimension_names(mesh, "parallelize_fsdp", 1)
+    check_dimensions(mesh, "parallelize_fsdp", 1)
     _shard(module, mesh, reshard_after_forward, policy)
 
 
@@ -45,7 +45,7 @@ def parallelize_hsdp(
     module: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool | int = True, policy: MixedPrecisionPolicy | None = None
 ) -> None:
     """`parallelize_fsdp` over a mesh of two dimensions (replicate, shard): cut over the second, summed over both."""
-    dimension_names(mesh, "parallelize_hsdp", 2)
+    check_dimensions(mesh, "parallelize_hsdp", 2)
     _shard(module, mesh, reshard_after_forward, policy)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from trainer_kit.exceptions import ConfigurationError, ModelError, UnsupportedError, nearest
 from trainer_kit.mesh.contracts import set_contract
 from trainer_kit.mesh.layout import is_distributed
-from trainer_kit.parallel.replicate import dimension_names
+from trainer_kit.parallel.replicate import check_dimensions
 from trainer_kit.parallel.sequence_random import OwnRandomNumbers
 from trainer_kit.parallel.shared_inputs import SharedInputsOfParents
 from trainer_kit.parallel.tensor_layers import ColumnLinear, Forward, RowLinear, TensorGroup, VocabularyEmbedding, VocabularyHead
@@ -48,7 +48,7 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, S
     All ranks must hold the same values, or none (meta). Raises ConfigurationError, ModelError or UnsupportedError for a plan that does not
     fit, before anything is changed.
     """
-    dimension_names(mesh, "parallelize_tensor", 1)
+    check_dimensions(mesh, "parallelize_tensor", 1)
     chosen = _chosen(module, plan)
     for name, style in chosen.items():
         _check_module(name, module.get_submodule(name), style, mesh.size())

@@ -108,19 +108,15 @@ class VocabularyEmbedding:
         return row if 0 <= row < self.num_rows else None
 
 
-@dataclass(slots=True)
-class VocabularyHead:
-    """Rows of the weight are cut, and the logits over the vocabulary stay so: (B, T, in) to a DTensor (B, T, V), cut along V."""
+class VocabularyHead(ColumnLinear):
+    """A `ColumnLinear` whose outputs are logits over the vocabulary, and say so: (B, T, in) to a DTensor (B, T, V), cut along V."""
 
-    module: nn.Linear
-    group: TensorGroup
-    shared: SharedInputs | None
+    __slots__ = ()
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         from torch.distributed.tensor import DTensor, Shard
 
-        x = self.group.whole_input(input, self.shared)
-        logits = F.linear(x, _local(self.module.weight), _local(self.module.bias))
+        logits = super().__call__(input)
         shape = (*logits.shape[:-1], self.module.out_features)
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(

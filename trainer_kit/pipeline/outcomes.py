@@ -5,7 +5,7 @@ Also of the losses that other stages add. Used by the pipeline alone; without st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -72,7 +72,7 @@ class TrainingOutcome:
 
     def take(self, index: int, given: ForwardInputs, outputs: Any, computed: Any, added: Sequence[AddedLoss]) -> list[Root]:
         """See Outcome."""
-        terms = self._checked(self._weights.terms(index, computed, added))
+        terms = _checked(self._weights.terms(index, computed, added), self._losses)
         _update(self._task, self._metrics, outputs, given)
         self._main[index] = terms[0].loss.detach()
         roots = self._roots(terms)
@@ -83,15 +83,7 @@ class TrainingOutcome:
 
     def take_added(self, index: int, added: Sequence[AddedLoss]) -> list[Root]:
         """See Outcome."""
-        return self._roots(self._checked(self._weights.added_terms(index, added))) if added else []
-
-    def _checked(self, terms: list[Term]) -> list[Term]:
-        for term in terms:
-            term.loss = whole_tensor(term.loss)  # from logits that tensor parallelism cut over the classes
-            check_loss(term, needs_graph=torch.is_grad_enabled())
-        if self._losses is not None:
-            self._losses.add(terms)
-        return terms
+        return self._roots(_checked(self._weights.added_terms(index, added), self._losses)) if added else []
 
     def _roots(self, terms: Sequence[Term]) -> list[Root]:
         return [(term.loss, self._starts.of(term)) for term in counted(terms)]
@@ -122,21 +114,15 @@ class EvaluationOutcome:
 
     def take(self, index: int, given: ForwardInputs, outputs: Any, computed: Any, added: Sequence[AddedLoss]) -> list[Root]:
         """See Outcome."""
-        self._add(self._weights[index].terms(0, computed, added))
+        _checked(self._weights[index].terms(0, computed, added), self._losses)
         _update(self._task, self._metrics, outputs, given)
         return []
 
     def take_added(self, index: int, added: Sequence[AddedLoss]) -> list[Root]:
         """See Outcome."""
-        self._add(self._weights[index].added_terms(0, added) if added else [])
+        if added:
+            _checked(self._weights[index].added_terms(0, added), self._losses)
         return []
-
-    def _add(self, terms: Iterable[Term]) -> None:
-        terms = list(terms)
-        for term in terms:
-            term.loss = whole_tensor(term.loss)
-            check_loss(term, needs_graph=False)
-        self._losses.add(terms)
 
     def fill(self, outputs: Any, added: Sequence[AddedLoss]) -> list[Root]:
         """See Outcome."""
@@ -172,6 +158,16 @@ class PredictionOutcome:
 
     def after_backward(self, index: int) -> None:
         """See Outcome."""
+
+
+def _checked(terms: list[Term], losses: LossSums | None) -> list[Term]:
+    """The terms with whole losses, which are added to `losses` if they are wanted."""
+    for term in terms:
+        term.loss = whole_tensor(term.loss)  # from logits that tensor parallelism cut over the classes
+        check_loss(term, needs_graph=torch.is_grad_enabled())
+    if losses is not None:
+        losses.add(terms)
+    return terms
 
 
 def _update(task: Task, metrics: dict[str, Metric], outputs: Any, given: ForwardInputs) -> None:

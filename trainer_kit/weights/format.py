@@ -112,7 +112,12 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * count).from_address(tensor.data_ptr())).cast("B")
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous CPU tensor whose memory holds the elements: the tensor itself if it is one, else a copy."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
 def tensor_crc32(tensor: torch.Tensor, start: int = 0) -> int:
     """CRC-32 of the elements in row-major order, going on from `start`. A tensor on a device is copied to the host."""
-    host = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    host = on_host(tensor)  # outlives the view of its memory
     return zlib.crc32(tensor_bytes(host), start)

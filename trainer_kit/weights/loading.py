@@ -20,6 +20,7 @@ from trainer_kit.mesh.layout import Layout, layout_of, local_of
 from trainer_kit.weights.mapper import StateGroup, StateMapper
 from trainer_kit.weights.plan import LoadPlan, LoadReport, apply_group, plan_load
 from trainer_kit.weights.reader import ModelStateReader
+from trainer_kit.weights.regions import is_plain
 
 
 def load_model_state(
@@ -124,8 +125,7 @@ class _Stream:
 
 
 def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    plain = not target.is_conj() and not target.is_neg() and type(target) is torch.Tensor
-    return plain and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()
+    return type(target) is torch.Tensor and target.dtype == dtype and is_plain(target)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ SEEK_BYTES = 4096  # one more call costs about as much as reading so many bytes 
 
 def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The elements in row-major order as pieces of host memory. Pieces of a contiguous CPU tensor are its own memory: keep it alive."""
-    if _is_plain(tensor):
+    if is_plain(tensor):
         data = tensor_bytes(tensor)
         for start in range(0, len(data), PIECE_BYTES):
             yield data[start : start + PIECE_BYTES]
@@ -50,7 +50,7 @@ def read_region(
         _read_range(file, target, start, label)
     elif row_bytes <= PIECE_BYTES and row_bytes - part_bytes < SEEK_BYTES:
         _read_whole_rows(file, target, start, sizes[1:], offsets[1:], label)
-    elif _is_plain(target) and tuple(target.shape[2:]) == tuple(sizes[2:]):
+    elif is_plain(target) and tuple(target.shape[2:]) == tuple(sizes[2:]):
         data, start = tensor_bytes(target), start + offsets[1] * num_bytes(target.dtype, sizes[2:])
         for index in range(len(target)):
             _read_exactly(file, data[index * part_bytes : (index + 1) * part_bytes], start + index * row_bytes, label)
@@ -73,7 +73,7 @@ def _read_whole_rows(
 
 
 def _read_range(file: IO[bytes], target: torch.Tensor, start: int, label: str) -> None:
-    if _is_plain(target):
+    if is_plain(target):
         _read_exactly(file, tensor_bytes(target), start, label)
         return
     for slab in _slabs(target):
@@ -92,7 +92,8 @@ def _read_exactly(file: IO[bytes], data: memoryview, start: int, label: str) -> 
             raise CheckpointError(f"{label} ends at byte {found}, expected at least {expected}; it was truncated meanwhile")
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds the elements in row-major order, as a file does."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -114,5 +115,3 @@ def _slabs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     else:
         for row in tensor:
             yield from _slabs(row)
-
-

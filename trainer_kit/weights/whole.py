@@ -1,7 +1,7 @@
 """A tensor that is cut over ranks, brought together on the host of rank 0, one tensor at a time.
 
 For exports and checksums, where one rank needs the whole and nobody else does: only the ranks that hold it together with rank 0 send
-anything, so memory is one whole tensor on rank 0 and nothing elsewhere. `mesh.layout.gather` gives the whole to all of them.
+anything, so memory is one whole tensor on rank 0 and nothing elsewhere.
 
 Before editing: every call is a collective, so all ranks walk through the same tensors in the same order.
 """

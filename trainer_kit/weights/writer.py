@@ -24,6 +24,7 @@ from trainer_kit.storage import Folder
 from trainer_kit.weights.format import DTYPE_NAMES, build_header, num_bytes, tensor_bytes
 from trainer_kit.weights.publish import MARK, check_folder, publish, sweep, write_temporary
 from trainer_kit.weights.reader import INDEX
+from trainer_kit.weights.regions import is_plain
 from trainer_kit.weights.serve import write_together
 from trainer_kit.weights.shards import Shard, cut, index_bytes, parse_size
 from trainer_kit.weights.whole import is_cut, whole_on_main
@@ -147,8 +148,7 @@ def _on_host(item: StateItem) -> torch.Tensor:
         raise ModelError(f"tensor {item.name!r} was announced as {list(item.shape)} and came as {list(tensor.shape)}")
     if tensor.dtype != item.dtype and not (tensor.dtype.is_floating_point and item.dtype.is_floating_point):
         raise ModelError(f"tensor {item.name!r} was announced as {item.dtype} and came as {tensor.dtype}")
-    plain = tensor.device.type == "cpu" and tensor.dtype == item.dtype and tensor.is_contiguous()
-    if plain and not tensor.is_conj() and not tensor.is_neg():
+    if tensor.dtype == item.dtype and is_plain(tensor):
         return tensor
     return torch.empty(item.shape, dtype=item.dtype, device="cpu").copy_(tensor)
 
