@@ -162,8 +162,8 @@ MAY_IMPORT = {
     "loop": BASE | LOWER | MIDDLE | INTERFACES | {"reduction", "run_state"},
 }
 EDGE = {  # where everything is wired: may import anything
-    "__init__", "agreement", "assembly", "boundary", "built_model", "default_callbacks", "description", "environment", "exporting", "fitting", "inference",
-    "lifecycle",
+    "__init__", "agreement", "assembly", "boundary", "built_model", "default_callbacks", "description", "environment", "exporting",
+    "fitting", "inference", "lifecycle",
     "quick_import", "run_length", "run_state", "saving", "trainer", "training_state",
 }  # fmt: skip
 CALLBACKS_MAY_IMPORT = {
