@@ -52,6 +52,7 @@ class EMA(Callback):
         self.averages: dict[str, torch.Tensor] = {}
         self._rows: dict[str, ParameterRow] = {}
         self._weights: dict[str, torch.Tensor] = {}  # live, local, sharing storage with the parameters
+        self._twins: list[tuple[str, torch.Tensor]] = []  # of tied weights that two pipeline stages on this rank hold: the other one
         self._original: dict[str, torch.Tensor] | None = None  # the weights while the averages are in their place
         self._was_loaded = False
         self._updates_seen = 0
@@ -63,7 +64,10 @@ class EMA(Callback):
     def on_build_end(self, event: BuildEnd) -> None:
         self.averages, self._original = {}, None
         self.num_updates = self._updates_seen = 0
-        self._rows = {row.name: row for row in event.trainer.parameters.trainable()}
+        self._rows, self._twins = {}, []
+        for row in event.trainer.parameters.trainable():
+            if self._rows.setdefault(row.name, row) is not row:
+                self._twins.append((row.name, row.local.detach()))
         self._weights = {name: row.local.detach() for name, row in self._rows.items()}
         self._start_anew()
 
@@ -133,13 +137,19 @@ class EMA(Callback):
             self._original = {name: weight.clone() for name, weight in self._weights.items()}
             for name, weight in self._weights.items():
                 weight.copy_(self.averages[name])
+            self._follow()
 
     @torch.no_grad()
     def _take_out(self) -> None:
         if self._original is not None:
             for name, weight in self._weights.items():
                 weight.copy_(self._original[name])
+            self._follow()
             self._original = None
+
+    def _follow(self) -> None:
+        for name, twin in self._twins:
+            twin.copy_(self._weights[name])
 
     def on_evaluate_start(self, event: EvaluateStart) -> None:
         if self.evaluate_with_ema and self._original is None:

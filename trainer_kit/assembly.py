@@ -9,33 +9,31 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainer_kit import events
 from trainer_kit.agreement import check_same_settings
+from trainer_kit.built_model import BuiltModel, build_model
 from trainer_kit.callback import Callback, Dispatcher
 from trainer_kit.checkpoint import parameter_digest
 from trainer_kit.checkpoint.identity import tensors_checksum
 from trainer_kit.config import TrainerConfig
 from trainer_kit.data import DataProvider, DataStream
 from trainer_kit.description import shown_once
-from trainer_kit.environment import InputsAs, check_host_sync_support, make_autocast
+from trainer_kit.environment import check_host_sync_support
 from trainer_kit.gradients import Gradients, NonFiniteGuard
 from trainer_kit.loop import TrainingLoop
 from trainer_kit.mesh import DistributedContext, MeshStrategy
 from trainer_kit.metrics.of_task import metrics_of
-from trainer_kit.model import ModelCaller, ModelProvider, StageContext, StageInfo, build_stage
-from trainer_kit.model.transforms import checkpoint_activations, compile_blocks
+from trainer_kit.model import ModelProvider
 from trainer_kit.optim import AdamW, OptimizerProvider, StochasticAdamW, as_lr_scheduler_provider
 from trainer_kit.optim.update import Update, build_update
 from trainer_kit.parameters import ParameterTable
-from trainer_kit.pipeline import SequentialRunner
 from trainer_kit.random_state import RandomStreams
 from trainer_kit.records import Records
 from trainer_kit.reduction import Reduction, prepare_metrics
@@ -43,7 +41,6 @@ from trainer_kit.run_length import plan_length
 from trainer_kit.run_state import Requests, RunState
 from trainer_kit.task import Task
 from trainer_kit.training_state import TrainingState
-from trainer_kit.weights import load_model_state
 
 logger = logging.getLogger("trainer_kit")
 
@@ -76,17 +73,6 @@ class Recipe:
         if self.optimizer is not None:
             return self.optimizer
         return StochasticAdamW() if self.config.precision == "bf16" else AdamW()
-
-
-@dataclass
-class BuiltModel:
-    """The stages of this rank, ready to be called. fsdp_units: the modules whose parameters FSDP gathers."""
-
-    stages: list[nn.Module]
-    contexts: list[StageContext]
-    table: ParameterTable
-    runner: SequentialRunner
-    fsdp_units: list[nn.Module]
 
 
 @dataclass
@@ -148,22 +134,23 @@ def assemble(
         stream = open_stream(recipe.data, context, config, training=True)
     emit(events.DataReady)
     with durations.measure("model"):
-        parts.model = model = build_model(recipe, context)
+        parts.model = model = build_model(recipe.model_provider, config, context)
     emit(events.ModelReady)
-    if model.table.trainable():
+    model.table.join(context)  # whoever heard of the model may have frozen something
+    if model.table.has_trainable:
         with durations.measure("optimizer"):
             with shown_once(context):
-                update = build_update(recipe.optimizer_provider(), model.table.trainable(), context)
+                update = build_update(recipe.optimizer_provider(), model.table.trainable(), context, model.table.entries)
             parts.optimizer = update.optimizer
         emit(events.OptimizerReady)
         run.total_steps, stream.max_epochs, schedule_steps = plan_length(config, stream.num_packs(), None)
         with shown_once(context):
             scheduler = build_schedule(recipe, parts.optimizer, schedule_steps)
         loop = build_loop(recipe, model, context, update, scheduler, stream, run, records, dispatcher, requests)
-        random = RandomStreams(config.seed, context.device, context.data_rank, context.num_data_ranks)
+        random = RandomStreams(config.seed, context.device, context.random_rank, context.num_random_ranks)
         identity = run_identity(recipe, model.table, strategy, context)
         state = TrainingState(
-            loop, model.table, random, dispatcher.callbacks, recipe.task, identity, context, config.checkpoint_trainable_only
+            loop, model.table, model.ties, random, dispatcher.callbacks, recipe.task, identity, context, config.checkpoint_trainable_only
         )
         parts.training = TrainingParts(loop, random, state)
         emit(events.LRSchedulerReady)
@@ -218,36 +205,6 @@ def open_stream(provider: DataProvider, context: DistributedContext, config: Tra
     )
 
 
-def build_model(recipe: Recipe, context: DistributedContext) -> BuiltModel:
-    """Build, initialise and load the stages."""
-    config, provider = recipe.config, recipe.model_provider
-    dtype = torch.bfloat16 if config.precision == "bf16" else None
-    stage = StageContext(context, StageInfo())
-    stage.module = build_stage(provider, context, stage.stage, seed=config.seed, dtype=dtype)
-    table = ParameterTable([stage.module])
-    if config.source_model is not None:
-        load_model_state(config.source_model, provider.load_mapper(stage), table.tensors(), aliases=table.aliases)
-    checkpoint_activations(stage.module, config.activation_checkpointing)
-    compile_blocks(stage.module, config.compile)
-    call: Callable[[Any, Any], Any] = ModelCaller(stage.module)
-    if config.precision == "bf16":
-        call = InputsAs(torch.bfloat16, call)
-    units: list[nn.Module] = []
-    if context.world_size > 1:
-        from trainer_kit.parallel import fsdp_units
-
-        table.check_contracts(context.dense_sizes())
-        units = fsdp_units(stage.module)
-    runner = SequentialRunner(
-        call,
-        context,
-        autocast=make_autocast(config.precision, context.device),
-        lockstep=bool(units) or context.num_tensor_ranks > 1,
-        modules=[stage.module],
-    )
-    return BuiltModel([stage.module], [stage], table, runner, units)
-
-
 def build_loop(
     recipe: Recipe,
     model: BuiltModel,
@@ -268,11 +225,11 @@ def build_loop(
         context=context,
         grad_dtype=DTYPES[config.grad_dtype] or (torch.float32 if takes_fp32 else None),
         cast_for_update=not takes_fp32,
-        sync=_fsdp_sync(model.fsdp_units, context),
+        sync=model.fsdp_sync,
     )
     metrics = metrics_of(recipe.task, device)
     if context.world_size > 1:
-        model.runner.begin_microbatch = gradients.begin_microbatch
+        model.connect(gradients)
         prepare_metrics(metrics, context)
         records.combine = Reduction(context, metrics).combine
     deferred = device.type != "cpu"
@@ -294,14 +251,6 @@ def build_loop(
         dispatcher,
         requests,
     )
-
-
-def _fsdp_sync(units: Sequence[nn.Module], context: DistributedContext) -> Any:
-    if not units:
-        return None
-    from trainer_kit.parallel import FSDPSync
-
-    return FSDPSync(units, context.strategy.fsdp_sync)
 
 
 def build_schedule(recipe: Recipe, optimizer: torch.optim.Optimizer, schedule_steps: int | None) -> Any:

@@ -91,7 +91,7 @@ def describe(trainer: Trainer) -> Description:
 
 def _model(trainer: Trainer) -> Rows:
     total, trainable = trainer.parameters.counts()
-    rows = [("class", type(trainer.model).__name__), ("parameters", f"{total:,}")]
+    rows = [("class", type(trainer.stages[0]).__name__), ("parameters", f"{total:,}")]
     if trainable != total:
         rows.append(("trainable", f"{trainable:,}"))
     held = sum(row.local.numel() for row in trainer.parameters)

@@ -22,7 +22,7 @@ from trainer_kit.metrics import Metric
 from trainer_kit.metrics.of_task import metrics_of
 from trainer_kit.optim.update import Update
 from trainer_kit.parameters import ParameterTable
-from trainer_kit.pipeline import LossSums, SequentialRunner
+from trainer_kit.pipeline import LossSums, PackRunner
 from trainer_kit.records import Records
 from trainer_kit.reduction import Reduction, prepare_metrics, sums_of, with_metrics
 from trainer_kit.run_state import Requests, RunState
@@ -35,7 +35,7 @@ class TrainingLoop:
 
     run: RunState
     stream: DataStream
-    runner: SequentialRunner
+    runner: PackRunner
     task: Task
     table: ParameterTable
     gradients: Gradients
@@ -138,14 +138,14 @@ class TrainingLoop:
 
     def _log_step(self, losses: LossSums) -> None:
         summarise = with_metrics if self.records.combine is None else sums_of
-        self.records.add(summarise(losses, self.metrics, "train"))
+        self.records.add(summarise(losses, self.metrics if self.runner.hosts_last_stage else {}, "train"))
         self.records.log("optim/lr", self.optimizer.param_groups[0]["lr"])
         for metric in self.metrics.values():
             metric.reset()
 
 
 def evaluate(
-    stream: DataStream, runner: SequentialRunner, task: Task, context: DistributedContext, *, prefix: str, limit: int | None
+    stream: DataStream, runner: PackRunner, task: Task, context: DistributedContext, *, prefix: str, limit: int | None
 ) -> dict[str, float]:
     """The weighted mean losses and the metrics over one pass, as host numbers `<prefix>/<name>`, the same on every rank."""
     losses, metrics = LossSums(), metrics_of(task, context.device)
@@ -154,11 +154,11 @@ def evaluate(
         runner.evaluate_pack(pack, task, metrics, losses)
     if context.world_size == 1:
         return {str(name): float(value) for name, value in with_metrics(losses, metrics, prefix).items()}
-    sums = {key: float(value) for key, value in sums_of(losses, metrics, prefix).items()}
+    sums = {key: float(value) for key, value in sums_of(losses, metrics if runner.hosts_last_stage else {}, prefix).items()}
     return Reduction(context, metrics).combine(sums, {})
 
 
-def predict(stream: DataStream, runner: SequentialRunner, task: Task, *, limit: int | None) -> Iterator[list[Any]]:
+def predict(stream: DataStream, runner: PackRunner, task: Task, *, limit: int | None) -> Iterator[list[Any]]:
     """What `task.process_outputs` makes of the microbatches of each pack, in order."""
     for pack in _one_pass(stream, limit):
         yield list(runner.predict_pack(pack, task))

@@ -1,8 +1,8 @@
 """The run's random streams: python's, torch's and the device's (and numpy's, where it is in use).
 
 They belong to the run, not to the process: `enter` puts them in place of the caller's, `leave` gives those back. Initial weights
-and the order of samples do not come from here; they are functions of the seed. On several data ranks each has streams of its own,
-which the peers of a data rank (tensor ranks) share: they draw the same numbers as long as all of them draw.
+and the order of samples do not come from here; they are functions of the seed. On several data ranks each has streams of its own, in a
+pipeline each of its ranks too; tensor peers share them: they draw the same numbers as long as all of them draw.
 """
 
 from __future__ import annotations
@@ -64,11 +64,14 @@ def forked(device: torch.device) -> Iterator[None]:
 
 
 class RandomStreams:
-    """The streams of one run on one data rank, kept aside while the run does not step."""
+    """The streams of one run on one rank, kept aside while the run does not step.
 
-    def __init__(self, seed: int, device: torch.device, data_rank: int = 0, num_data_ranks: int = 1) -> None:
+    rank: which of `num_ranks` different ones they are, see `DistributedContext.random_rank`.
+    """
+
+    def __init__(self, seed: int, device: torch.device, rank: int = 0, num_ranks: int = 1) -> None:
         self._device = device
-        self._key: tuple[object, ...] = (seed, "run", data_rank) if num_data_ranks > 1 else (seed, "run")
+        self._key: tuple[object, ...] = (seed, "run", rank) if num_ranks > 1 else (seed, "run")
         self._ours: dict[str, Any] | None = None
         self._callers: dict[str, Any] | None = None
 
@@ -92,14 +95,14 @@ class RandomStreams:
         return capture(self._device) if self._callers is not None else dict(self._ours or {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved streams of this data rank; empty: start from the seed."""
+        """Go on from saved streams of this rank; empty: start from the seed."""
         self._ours = dict(state) or None
         if self._callers is not None and self._ours is not None:
             restore(self._ours, self._device)
 
     def start_anew(self, step: int) -> None:
-        """Streams that are a function of the seed, the data rank and `step` alone: for a run that goes on with other data ranks than those
-        whose streams were saved."""
+        """Streams that are a function of the seed, the rank and `step` alone: for a run that goes on with other ranks than those whose
+        streams were saved."""
         with forked(self._device):
             seed_all(derive_seed(*self._key, "from step", step))
             state = capture(self._device)

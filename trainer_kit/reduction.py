@@ -2,7 +2,8 @@
 
 Every rank puts the sums of a record (never means) under structured keys; when the record is delivered the numbers of the ranks are
 exchanged once and every rank computes the same values from them, in the order of the ranks. Tensor peers hold the same samples, so
-their sums enter once. Not here: when a record is made and delivered (`records.py`, `loop.py`).
+their sums enter once; in a pipeline the last stage has the metrics, and any stage may have added losses. Not here: when a record is made
+and delivered (`records.py`, `loop.py`).
 """
 
 from __future__ import annotations
@@ -139,12 +140,13 @@ class Reduction:
         reductions: how logged values combine, by name; the mean where it says nothing. Raises ConfigurationError on every rank if two
         ranks mean different things by one name.
         """
-        sums = [(tuple(key), value) for key, value in values.items() if isinstance(key, tuple)] if self._context.is_counted else []
+        is_peer = self._context.tensor_rank > 0  # the stages of a pipeline may all have added losses
+        sums = [] if is_peer else [(tuple(key), value) for key, value in values.items() if isinstance(key, tuple)]
         logged = [Logged(key, value, reductions.get(key, "mean")) for key, value in values.items() if isinstance(key, str)]
         parts = self._context.host.exchange((self._context.data_rank, sums, [tuple(each) for each in logged]))
         found = _of_logged([(data_rank, [Logged(*each) for each in theirs]) for data_rank, _, theirs in parts])
-        all_sums = [item for _, theirs, _ in parts for item in theirs]
-        of_losses, of_metrics = _of_losses(all_sums), self._of_metrics(all_sums)
+        of_losses = _of_losses([(data_rank, *item) for data_rank, theirs, _ in parts for item in theirs])
+        of_metrics = self._of_metrics([item for _, theirs, _ in parts for item in theirs])
         _check_names(of_losses, of_metrics)
         computed_sums = of_losses | of_metrics
         if both := sorted(found.keys() & computed_sums.keys()):
@@ -185,18 +187,23 @@ def _of_logged(parts: Sequence[tuple[int, Sequence[Logged]]]) -> dict[str, float
     return {name: FOLD[ways[name]](values) for name, values in numbers.items()}
 
 
-def _of_losses(sums: Sequence[tuple[Any, float]]) -> dict[str, float]:
-    numbers: dict[tuple[str, ...], list[float]] = {}
-    for key, value in sums:
+def _of_losses(sums: Sequence[tuple[int, Any, float]]) -> dict[str, float]:
+    """The losses from the sums of all ranks. `sums`: data rank, key, value.
+
+    A term that several stages of a pipeline add to has one weight there, that of the microbatches, which each of them tells.
+    """
+    numbers: dict[tuple[str, ...], dict[int, list[float]]] = {}
+    for data_rank, key, value in sums:
         if len(key) == len(LossKey._fields):
-            numbers.setdefault(key, []).append(value)
+            numbers.setdefault(key, {}).setdefault(data_rank, []).append(value)
     by_prefix: dict[str, LossSums] = {}
     for prefix, term, part in numbers:
         if part == "sum":
             total = by_prefix.setdefault(prefix, LossSums())
-            total.sums[term] = torch.tensor(_sum(numbers[prefix, term, "sum"]), dtype=torch.float64)
-            total.weights[term] = _sum(numbers[prefix, term, "weight"])
-            total.coefficients[term] = numbers[prefix, term, "coefficient"][0]
+            of_ranks, weights = numbers[prefix, term, "sum"].values(), numbers[prefix, term, "weight"].values()
+            total.sums[term] = torch.tensor(_sum([value for values in of_ranks for value in values]), dtype=torch.float64)
+            total.weights[term] = _sum([FOLD["max"](values) for values in weights])
+            total.coefficients[term] = next(iter(numbers[prefix, term, "coefficient"].values()))[0]
     return {name: float(value) for prefix, total in by_prefix.items() for name, value in total.values(prefix).items()}
 
 

@@ -146,6 +146,8 @@ class Trainer:
     @property
     def model(self) -> nn.Module:
         """The model, when it is one stage."""
+        if (number := self.context.stage_layout.num_stages) > 1:
+            raise StateError(f"the model is cut into {number} pipeline stages; those of this rank are trainer.stages")
         return self._model().stages[0]
 
     @property
@@ -175,7 +177,7 @@ class Trainer:
         return self._parts.model
 
     def _training(self) -> assembly.TrainingParts:
-        if not self._model().table.trainable():
+        if not self._model().table.has_trainable:
             raise ModelError(
                 "the model has no trainable parameter, so nothing can be trained or resumed; unfreeze one with requires_grad_(True)"
             )
@@ -369,7 +371,7 @@ class Trainer:
         with self._together("export()", path=path, dtype=dtype, max_shard_size=max_shard_size):
             self.build()
             model, provider = self._model(), self.recipe.model_provider
-            if model.table.trainable():
+            if model.table.has_trainable:
                 self._training().loop.guard.resolve()
             return export_model(model, provider, self.context, path, mapper=mapper, dtype=dtype, max_shard_size=max_shard_size)
 

@@ -1,8 +1,9 @@
 """`TrainingState`: everything that a run needs to go on, collected from its owners and given back to them.
 
-Keys are global parameter names, never ranks or stages, so that any mesh can go on. What each data rank has for itself (random streams,
-metrics and values of the running record) has a key per data rank (`checkpoint/per_rank.py`); the other plain values are those of rank 0.
-Random streams are restored last, because restoring the others may draw.
+Keys are global parameter names, never ranks or stages, so that any mesh can go on. What each data rank has for itself (metrics and values
+of the running record), and each of its pipeline ranks (random streams), has a key of its own (`checkpoint/per_rank.py`); the other plain
+values are those of rank 0, and of the first rank of a stage what only that stage has. Random streams are restored last, because restoring
+the others may draw.
 
 Before editing: `collect` communicates nothing, `collect_together` and `restore` are collectives.
 """
@@ -23,7 +24,7 @@ from trainer_kit.checkpoint.identity import check_identity
 from trainer_kit.checkpoint.loader import load
 from trainer_kit.checkpoint.manifest import Manifest, read_manifest
 from trainer_kit.checkpoint.per_rank import decode_state, encode_state, rank_key, rank_keys, share_of
-from trainer_kit.checkpoint.tree import flatten_state, unflatten_state
+from trainer_kit.checkpoint.tree import flatten_state, merge_values, unflatten_state
 from trainer_kit.description import shown_once
 from trainer_kit.exceptions import CheckpointError, ConfigurationError, nearest
 from trainer_kit.loop import TrainingLoop
@@ -44,12 +45,13 @@ from trainer_kit.optim.state import (
 from trainer_kit.parameters import ParameterTable
 from trainer_kit.random_state import RandomStreams
 from trainer_kit.task import Task
+from trainer_kit.ties import TiedWeights
 from trainer_kit.weights.buffers import share_buffers
 
 logger = logging.getLogger("trainer_kit")
 
 PARTS = ("model", "optimizer", "schedule", "data", "random", "callbacks", "task")
-PER_RANK = ("random", "task")  # parts of which each data rank has something for itself
+OF_STAGES = ("modules", "callbacks")  # parts in which each pipeline stage has entries of its own
 OPTIMIZER = "optimizer/tensors/"
 SAME_ON_RANKS = ("modules/", "callbacks/", "task/state/")  # what users keep; one rank's is taken for all
 
@@ -60,6 +62,7 @@ class TrainingState:
 
     loop: TrainingLoop
     table: ParameterTable
+    ties: TiedWeights
     random: RandomStreams
     callbacks: Sequence[Callback]
     task: Task
@@ -81,6 +84,10 @@ class TrainingState:
             values = merge_optimizer_values(self.context.host.exchange(values))
         share_buffers(self.table.buffers, self.context)
         tensors, content = self._collect(values, self.loop.stream.state_of_all_ranks())
+        if self.context.num_pipeline_ranks > 1:
+            is_first = self.context.rank == self.context.first_rank_of_stage
+            of_ranks = self.context.host.exchange({part: content[part] for part in OF_STAGES} if is_first else None)
+            content |= merge_values([values for values in of_ranks if values is not None])
         check_equal_on_ranks({name: tensor for name, tensor in tensors.items() if name.startswith(SAME_ON_RANKS)}, self.context)
         return tensors, content
 
@@ -93,7 +100,7 @@ class TrainingState:
                     "epoch": run.epoch,
                     "total_steps": run.total_steps,
                     "skipped": loop.guard.num_skipped,
-                    "num_data_ranks": self.context.num_data_ranks,
+                    **self._num_ranks(),
                 },
                 "modules": {name: module.get_extra_state() for name, module in self.table.extra_states().items()},
                 "optimizer": {"values": of_optimizer, "groups": group_values(self.loop.update.optimizer)},
@@ -107,16 +114,18 @@ class TrainingState:
         tensors |= {f"model/{name}": tensor for name, tensor in of_model.items()}
         live = optimizer_tensors(self.loop.update.optimizer, self.loop.update.parameters)
         tensors |= {f"{OPTIMIZER}{name}": tensor for name, tensor in live.items()}
-        if self.context.is_counted:
-            tensors |= self._of_this_data_rank()
-        return tensors, values
+        return tensors | self._of_this_rank(), values
 
-    def _of_this_data_rank(self) -> dict[str, torch.Tensor]:
-        metrics = {name: metric.state_dict() for name, metric in self.loop.metrics.items() if hasattr(metric, "state_dict")}
-        return {
-            rank_key("random", self.context.data_rank): encode_state(self.random.state_dict()),
-            rank_key("task", self.context.data_rank): encode_state({"metrics": metrics, "records": self.loop.records.state_dict()}),
-        }
+    def _of_this_rank(self) -> dict[str, torch.Tensor]:
+        """What the peers of this rank do not save for it."""
+        found = {}
+        if self.context.tensor_rank == 0:
+            found[rank_key("random", self.context.random_rank)] = encode_state(self.random.state_dict())
+        if self.context.is_counted:
+            metrics = {name: metric.state_dict() for name, metric in self.loop.metrics.items() if hasattr(metric, "state_dict")}
+            running = {"metrics": metrics, "records": self.loop.records.state_dict()}
+            found[rank_key("task", self.context.data_rank)] = encode_state(running)
+        return found
 
     def restore(self, path: str, parts: Sequence[str] | None, *, verify: bool = True) -> int:
         """Bring the run to the state in the folder `path`; returns its number of finished steps.
@@ -136,10 +145,10 @@ class TrainingState:
         if "optimizer" in chosen:
             materialize_state(self.loop.update.optimizer)
         # Before anything is loaded, on every rank: a refused resume leaves the model as it was.
-        templates, mine = Team.of(self.context).everywhere(lambda: self._templates(manifest, chosen))
+        templates, mine, others = Team.of(self.context).everywhere(lambda: self._templates(manifest, chosen))
         prefixes = [f"{part}/" for part in chosen]
         values = load(path, templates, prefixes=prefixes, manifest=mine, verify=verify, context=self.context)
-        found = {part: unflatten_state(templates, values[part]) for part in (*chosen, "progress") if part in values}
+        found = {part: unflatten_state(templates, values[part], without=others) for part in (*chosen, "progress") if part in values}
         self._apply(found, templates, chosen, everything=parts is None)
         return manifest.step
 
@@ -147,32 +156,41 @@ class TrainingState:
         """Raise CheckpointError if the checkpoint at `path` is of another run; returns a line for each other difference."""
         return check_identity(read_manifest(path).identity, self.identity, path)
 
-    def _templates(self, manifest: Manifest, chosen: Sequence[str]) -> tuple[dict[str, torch.Tensor], Manifest]:
-        """Tensors to load into, and the checkpoint as far as it concerns this rank."""
-        mine = manifest.without(self._of_others(manifest))
+    def _templates(self, manifest: Manifest, chosen: Sequence[str]) -> tuple[dict[str, torch.Tensor], Manifest, set[str]]:
+        """Tensors to load into, the checkpoint as far as it concerns this rank, and the keys of the rest."""
+        live = self.collect()[0]
+        others = self._of_others(manifest, live)
+        mine = manifest.without(others)
         templates: dict[str, torch.Tensor] = {}
         if "optimizer" in chosen:
             templates |= self._optimizer_templates(mine)
         if "model" in chosen:
             of_model = self.table.tensors(trainable_only=self.trainable_only)
             templates |= {f"model/{name}": tensor for name, tensor in of_model.items()}
-        live = self.collect()[0]
         for name, record in mine.tensors.items():
             part = name.split("/")[0]
             if part in chosen and part not in ("model", "optimizer"):
                 templates[name] = _new_tensor(record, live.get(name))
-        return templates, mine
+        return templates, mine, others
 
-    def _of_others(self, manifest: Manifest) -> set[str]:
-        """The keys that do not concern this rank: of other data ranks, and of parameters that are updated on other ranks."""
-        num_saved = _num_saved(manifest)
-        keys = {key for part in PER_RANK for key in rank_keys(part, num_saved)}
-        elsewhere = self.loop.update.elsewhere
-        keys |= {name for name in manifest.tensors if name.startswith(OPTIMIZER) and _parameter_of(name) in elsewhere}
-        mine = {rank_key("task", rank) for rank in self._share(num_saved)}
-        if num_saved == self.context.num_data_ranks:
-            mine.add(rank_key("random", self.context.data_rank))
-        return keys - mine
+    def _of_others(self, manifest: Manifest, live: Mapping[str, torch.Tensor]) -> set[str]:
+        """The keys that do not concern this rank: of other ranks, of parameters that are updated on these, and of other stages."""
+        num_saved, num_random = _num_saved(manifest)
+        keys = {*rank_keys("task", num_saved), *rank_keys("random", num_random)}
+        keys -= {rank_key("task", rank) for rank in self._share(num_saved)}
+        if (num_saved, num_random) == (self.context.num_data_ranks, self.context.num_random_ranks):
+            keys.remove(rank_key("random", self.context.random_rank))
+        on_other_stages = self.table.elsewhere
+        for name in manifest.tensors:
+            if name.startswith(OPTIMIZER):
+                is_other = _parameter_of(name) in self.loop.update.elsewhere
+            elif name.startswith("modules/") and on_other_stages:
+                is_other = name not in live
+            else:  # what is kept for each parameter has its name at the end
+                is_other = name.rsplit("/", 1)[-1] in on_other_stages
+            if is_other:
+                keys.add(name)
+        return keys
 
     def _share(self, num_saved: int) -> range:
         return share_of(self.context.data_rank, self.context.num_data_ranks, num_saved)
@@ -187,6 +205,8 @@ class TrainingState:
 
     def _apply(self, found: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], chosen: Sequence[str], *, everything: bool) -> None:
         loop, progress = self.loop, found["progress"]
+        if "model" in chosen:
+            self.ties.share_values()
         if "optimizer" in chosen:
             self._restore_optimizer(found["optimizer"], tensors)
         if everything:
@@ -204,7 +224,7 @@ class TrainingState:
             self.task.load_state_dict(found["task"]["state"])
             self._restore_running([decode_state(tensors[rank_key("task", rank)]) for rank in self._share(progress["num_data_ranks"])])
         if "random" in chosen:
-            self._restore_random(progress["num_data_ranks"], progress["step"], tensors)
+            self._restore_random(progress, tensors)
 
     def _restore_optimizer(self, saved: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         optimizer, parameters = self.loop.update.optimizer, self.loop.update.parameters
@@ -232,14 +252,18 @@ class TrainingState:
             if remark is not None:
                 self._remark("metric %r: %s", name, remark)
 
-    def _restore_random(self, num_saved: int, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _restore_random(self, progress: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
         context = self.context
-        if num_saved == context.num_data_ranks:
-            self.random.load_state_dict(decode_state(tensors[rank_key("random", context.data_rank)]))
+        then, now = ((each["num_data_ranks"], each["num_random_ranks"]) for each in (progress, self._num_ranks()))
+        if then == now:
+            self.random.load_state_dict(decode_state(tensors[rank_key("random", context.random_rank)]))
         else:
-            self.random.start_anew(step)
-            text = "the checkpoint is of %d data ranks, this run has %d: random streams begin anew, from seed, step and data rank"
-            self._remark(text, num_saved, context.num_data_ranks)
+            self.random.start_anew(progress["step"])
+            text = "the checkpoint is of %s, this run has %s: random streams begin anew, from seed, step and rank"
+            self._remark(text, *(_ranks_in_words(*each) for each in (then, now)))
+
+    def _num_ranks(self) -> dict[str, int]:
+        return {"num_data_ranks": self.context.num_data_ranks, "num_random_ranks": self.context.num_random_ranks}
 
     def _others(self) -> list[Callback]:
         """The callbacks without the task, which is saved as the task."""
@@ -262,18 +286,26 @@ class TrainingState:
             logger.warning(f"resuming: {text}", *arguments)
 
 
-def _num_saved(manifest: Manifest) -> int:
-    """The data ranks that saved it. Raises CheckpointError unless each part that they have for themselves is there as often."""
+def _num_saved(manifest: Manifest) -> tuple[int, int]:
+    """The data ranks that saved it, and the ranks with random streams of their own. Raises CheckpointError unless each part that they have
+    for themselves is there as often."""
     progress = manifest.values.get("progress") if isinstance(manifest.values, dict) else None
-    num_saved = progress.get("num_data_ranks") if isinstance(progress, dict) else None
-    counts = {part: sum(name.startswith(rank_key(part, "")) for name in manifest.tensors) for part in PER_RANK}
-    for part, count in counts.items():
-        if count != num_saved or any(key not in manifest.tensors for key in rank_keys(part, count)):
+    progress = progress if isinstance(progress, dict) else {}
+    counts = []
+    for part, saved_by in (("task", "num_data_ranks"), ("random", "num_random_ranks")):
+        count = sum(name.startswith(rank_key(part, "")) for name in manifest.tensors)
+        if count != progress.get(saved_by) or any(key not in manifest.tensors for key in rank_keys(part, count)):
             raise CheckpointError(
-                f"the checkpoint is of {num_saved} data ranks and holds {part!r} of {count}; no run saves such a one: it was altered, or "
-                "saved by something else than a Trainer"
+                f"the checkpoint has {saved_by}={progress.get(saved_by)} and holds {part!r} of {count}; no run saves such a one: it was "
+                "altered, or saved by something else than a Trainer"
             )
-    return max(counts.values())
+        counts.append(count)
+    return counts[0], counts[1]
+
+
+def _ranks_in_words(num_data_ranks: int, num_random_ranks: int) -> str:
+    stages = num_random_ranks // num_data_ranks
+    return f"{num_data_ranks} data ranks" + (f" with {stages} pipeline ranks each" if stages > 1 else "")
 
 
 def _parameter_of(key: str) -> str:

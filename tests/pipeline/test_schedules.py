@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import Action, Kind, Pair
 from trainer_kit.pipeline.building import build_program
-from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.schedules import SCHEDULES, find_schedule, forward_only
 from trainer_kit.pipeline.schedules.rounds import rounds
 from trainer_kit.pipeline.simulation import Costs

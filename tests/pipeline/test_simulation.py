@@ -10,10 +10,10 @@ from itertools import pairwise
 import pytest
 
 from trainer_kit.exceptions import ConfigurationError, StateError
+from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import Action, Kind, Pair
 from trainer_kit.pipeline.building import build_program
 from trainer_kit.pipeline.drawing import Drawing
-from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.schedules import SCHEDULES
 from trainer_kit.pipeline.simulation import Costs, simulate
 from trainer_kit.pipeline.timeline import Timeline

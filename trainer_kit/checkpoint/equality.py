@@ -26,11 +26,14 @@ def check_equal_on_ranks(tensors: Mapping[str, torch.Tensor], context: Distribut
     mine = {name: _digest(tensor) for name, tensor in sorted(tensors.items()) if not is_distributed(tensor)}
     if len(set(context.host.exchange(zlib.crc32(repr(mine).encode())))) == 1:
         return
-    first, *others = context.host.exchange(mine)
-    for rank, found in enumerate(others, 1):
+    of_ranks, ranks_per_stage = context.host.exchange(mine), context.world_size // context.num_pipeline_ranks
+    known: dict[str, tuple[int, int]] = {}  # by name, the first rank that has it
+    for rank, found in enumerate(of_ranks):
+        first = rank - rank % ranks_per_stage  # of the same stage
         for name, digest in found.items():
-            if first.get(name) != digest:
-                how = "differs from that on rank 0" if name in first else "is not there on rank 0"
+            known_rank, known_digest = known.setdefault(name, (rank, digest))
+            if digest != known_digest or name not in of_ranks[first]:
+                how = f"differs from that on rank {known_rank}" if digest != known_digest else f"is not there on rank {first}"
                 raise CheckpointError(
                     f"{name} on rank {rank} {how}, and a checkpoint holds one tensor for all ranks. In state_dict(), reduce it over the "
                     "ranks, or put the rank into its key"

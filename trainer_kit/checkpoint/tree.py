@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,12 +72,31 @@ def _join(key: str, name: object) -> str:
     return f"{key}/{name}" if key else str(name)
 
 
-def unflatten_state(tensors: Mapping[str, torch.Tensor], values: Any) -> Any:
-    """Put together what `flatten_state` took apart. Raises CheckpointError for values it did not write, or a tensor that is not given."""
+def merge_values(of_ranks: Sequence[Any]) -> Any:
+    """The values of several ranks as one: all entries of their dicts; where two say different things, what the first one says."""
+    first, *others = of_ranks
+    dicts = [values for values in others if isinstance(values, dict)]
+    if not isinstance(first, dict) or any(name.startswith("$") for values in (first, *dicts) for name in values):
+        return first
+    names = dict.fromkeys(name for values in (first, *dicts) for name in values)
+    return {name: merge_values([values[name] for values in (first, *dicts) if name in values]) for name in names}
+
+
+def unflatten_state(tensors: Mapping[str, torch.Tensor], values: Any, *, without: Collection[str] = ()) -> Any:
+    """Put together what `flatten_state` took apart. Raises CheckpointError for values it did not write, or a tensor that is not given.
+
+    without: keys of tensors; what dicts have in their place is left out.
+    """
     try:
-        return _decode(tensors, values)
+        return _decode(tensors, _left_out(values, without) if without else values)
     except RecursionError:
         raise CheckpointError("the values of the checkpoint are nested too deeply; no save writes such a file, it was altered") from None
+
+
+def _left_out(values: Any, keys: Collection[str]) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {name: _left_out(item, keys) for name, item in values.items() if not (isinstance(item, dict) and item.get("$tensor") in keys)}
 
 
 def _decode(tensors: Mapping[str, torch.Tensor], values: Any) -> Any:

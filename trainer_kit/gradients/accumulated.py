@@ -228,9 +228,9 @@ class Gradients:
         """On the way to an error that all ranks raise: the value of each rank, or of this one if it has all gradients."""
         return [value] if self._ranks is None else self._ranks.exchange(value)
 
-    def names(self) -> list[str]:
-        """The names of all parameters with a gradient, in the order of the model."""
-        return [row.name for row in self._rows]
+    def places(self) -> dict[str, tuple[int, int]]:
+        """Where the parameters with a gradient are in the model, by name: stage, and number on this rank."""
+        return {row.name: (row.stage, index) for index, row in reversed(list(enumerate(self._rows)))}
 
     def names_in_groups(self) -> list[str]:
         """Names in the order of `norm_per_parameter`."""

@@ -120,12 +120,12 @@ class NonFiniteGuard:
             self._raise(step, norms, names)
 
     def _raise(self, step: int, norms: torch.Tensor, names: list[str]) -> None:
-        position = {name: index for index, name in enumerate(self._gradients.names())}
-        found = [(position[name], name) for name, norm in zip(names, norms.tolist(), strict=True) if not math.isfinite(norm)]
-        of_ranks = self._gradients.exchange((found, len(position)))
-        bad = sorted({item for found, _ in of_ranks for item in found})
-        total = max(number for _, number in of_ranks)
-        first = f"the first parameter with one is {bad[0][1]!r} ({len(bad)} of {total} have one)" if bad else "it was clipped away since"
+        places = self._gradients.places()
+        found = [(places[name], name) for name, norm in zip(names, norms.tolist(), strict=True) if not math.isfinite(norm)]
+        of_ranks = self._gradients.exchange((found, list(places)))
+        bad = list(dict.fromkeys(name for _, name in sorted(item for found, _ in of_ranks for item in found)))
+        total = len({name for _, names in of_ranks for name in names})
+        first = f"the first parameter with one is {bad[0]!r} ({len(bad)} of {total} have one)" if bad else "it was clipped away since"
         kept = (
             "no parameter was changed by it" if self._fused or not self._deferred else "this optimizer has updated the parameters with it"
         )

@@ -34,7 +34,8 @@ class NormOverRanks:
 
     def shares(self, rows: Iterable[ParameterRow]) -> torch.Tensor:
         """Which part of the p-th power of a local norm counts on this rank: one divided by the number of ranks with the same box."""
-        return torch.tensor([row.layout.num_shards / self._ranks_per_stage for row in rows], dtype=torch.float64, device=self._device)
+        counts = [self._ranks_per_stage * len(row.stages) / row.layout.num_shards for row in rows]
+        return torch.tensor([1 / count for count in counts], dtype=torch.float64, device=self._device)
 
     def norm(self, norms: torch.Tensor, shares: torch.Tensor, p: float) -> torch.Tensor:
         """The p-norm of everything, from the p-norms of the local gradients and their shares. One collective."""

@@ -19,6 +19,7 @@ from trainer_kit.gradients.loose import LooseGradient, start_sum
 from trainer_kit.gradients.placements import check_returned, dims_to_sum, reduced_by_fsdp
 from trainer_kit.mesh.layout import is_distributed
 from trainer_kit.parameters import ParameterRow
+from trainer_kit.ties import TiedWeights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,9 +30,12 @@ _DOMAINS = ("dense", "expert", "regular", "batch")
 
 
 class MicrobatchSync(Protocol):
-    """What tells FSDP whether to reduce after the coming microbatch. units: its FSDP units."""
+    """What tells FSDP whether to reduce after the coming microbatch."""
 
-    units: Sequence[Any]
+    @property
+    def units(self) -> Sequence[Any]:
+        """The FSDP units."""
+        ...
 
     def begin_microbatch(self, is_last: bool) -> None:
         """Before each microbatch."""
@@ -55,6 +59,7 @@ class Synchroniser:
         in_buckets = {id(row) for row in bucketed}
         self._loose = [LooseGradient(row) for row in rows if id(row) not in in_buckets]
         self._to_sum = [(gradient, summed[id(gradient.row)]) for gradient in self._loose if id(gradient.row) in summed]
+        self._ties = TiedWeights(rows, context)
         self._next = 0  # the first bucket that is not started
         self._pack = 0  # how many packs have come to their last microbatch
         self._counting = False  # whether the last microbatch is running
@@ -123,6 +128,7 @@ class Synchroniser:
         for wait in waiting:
             wait()
         self._check_returned()
+        self._ties.sum_gradients()
         self._open = False
 
     def _sums_of_loose(self) -> list[tuple[list[LooseGradient], ProcessGroup]]:

@@ -18,6 +18,7 @@ from trainer_kit.mesh.domains import DEGREES, domains_of
 from trainer_kit.mesh.failure import Failures, NoFailures
 from trainer_kit.mesh.host import HostChannel, LocalChannel
 from trainer_kit.mesh.place_logger import PlaceLogger
+from trainer_kit.mesh.stages import StageLayout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,6 +44,7 @@ class DistributedContext:
     """The place of this process in the run. With the defaults: one process, where everything works and costs nothing.
 
     local_rank: on its machine. node: number of its machine. data_rank: which samples it gets, of `num_data_ranks` parts.
+    stage_layout: which stages of the model each pipeline rank hosts; pipeline_rank: this one's place among them.
     host: small exchanges between the ranks. failures: ends this rank when another one fails.
     world: what several ranks hold open; None in one process.
     """
@@ -57,6 +59,8 @@ class DistributedContext:
     num_data_ranks: int = 1
     tensor_rank: int = 0
     num_tensor_ranks: int = 1
+    pipeline_rank: int = 0
+    stage_layout: StageLayout = field(default_factory=StageLayout)
     host: HostChannel = field(default_factory=LocalChannel, repr=False)
     failures: Failures = field(default_factory=NoFailures, repr=False)
     world: World | None = field(default=None, repr=False)
@@ -69,8 +73,24 @@ class DistributedContext:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the losses, weights, metrics and outputs of this rank count: those of tensor peers, which are the same, count once."""
-        return self.tensor_rank == 0
+        """Whether the losses, weights, metrics and outputs of this rank count: those of tensor peers, which are the same, count once, and
+        in a pipeline only those of the last stage."""
+        return self.tensor_rank == 0 and self.hosts_last_stage
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of the model that this rank hosts, in the order of the model."""
+        return self.stage_layout.stages_of(self.pipeline_rank)
+
+    @property
+    def num_pipeline_ranks(self) -> int:
+        """How many ranks share the stages of the model."""
+        return self.stage_layout.num_ranks
+
+    @property
+    def hosts_last_stage(self) -> bool:
+        """Whether losses, metrics and predictions come from this rank."""
+        return self.stage_layout.ranks[-1] == self.pipeline_rank
 
     def mesh_for(self, domain: str) -> DeviceMesh:
         """The device mesh of a domain: "regular", "dense", "expert", "batch" or "flat"; slice it by the names of its dimensions.
@@ -92,6 +112,31 @@ class DistributedContext:
     def data_group(self) -> ProcessGroup | None:
         """The ranks that hold different samples and are otherwise peers; None if there is one."""
         return self.group("batch", "dp")
+
+    @property
+    def random_rank(self) -> int:
+        """Which random streams it has: tensor peers share them, pipeline ranks don't."""
+        return self.data_rank * self.num_pipeline_ranks + self.pipeline_rank
+
+    @property
+    def num_random_ranks(self) -> int:
+        """How many different random streams there are."""
+        return self.num_data_ranks * self.num_pipeline_ranks
+
+    @property
+    def first_rank_of_stage(self) -> int:
+        """The first of the ranks that host the same stages as this one."""
+        return self.pipeline_rank * (self.world_size // self.num_pipeline_ranks)
+
+    @property
+    def stage_group(self) -> ProcessGroup | None:
+        """The ranks that host the same stages as this one; None if it is alone."""
+        return self.group("regular", *(dim for dim in DEGREES if dim != "pp"))
+
+    @property
+    def pipeline_group(self) -> ProcessGroup | None:
+        """The ranks that share the stages of the model, in the order of their places; None without pipeline ranks."""
+        return self.group("regular", "pp")
 
     def dense_sizes(self) -> dict[str, int]:
         """The sizes of the dimensions of the dense domain within a pipeline stage, by name."""

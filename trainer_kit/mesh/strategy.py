@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
@@ -13,9 +13,15 @@ from trainer_kit.exceptions import ConfigurationError, UnsupportedError, explain
 from trainer_kit.mesh.context import DistributedContext
 from trainer_kit.mesh.domains import DEGREES, domains_of
 from trainer_kit.mesh.place import Place, find_place
+from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.mesh.world import World
 
+if TYPE_CHECKING:
+    from trainer_kit.pipeline.schedules import Schedule
+
 _logger = logging.getLogger("trainer_kit")
+
+DEFAULT_PIPELINE = "1f1b"
 
 
 class MeshStrategy(BaseModel):
@@ -23,6 +29,8 @@ class MeshStrategy(BaseModel):
 
     Without a launcher the world is one process, and the default needs no process group.
     `device` is a device or its type, such as "cpu"; None takes the accelerator if there is one. A given name always wins.
+    `pipeline`: the schedule of the stages with pp > 1, by its name in `trainer_kit.pipeline.schedules`; None is "1f1b".
+    `stages_per_rank`: how many stages each pipeline rank hosts; None takes the number that the schedule needs, or 1.
     `fsdp_sync`: FSDP gathers weights and reduces gradients in each microbatch, or once per pack, which takes memory for whole ones.
     `backend`: of torch.distributed, such as "cpu:gloo,cuda:nccl"; None takes gloo, and on an accelerator its own next to it.
     """
@@ -36,6 +44,8 @@ class MeshStrategy(BaseModel):
     cp_replicate: int = 1
     tp: int = 1
     ep: int = 1
+    pipeline: str | None = None
+    stages_per_rank: int | None = None
     fsdp_sync: Literal["microbatch", "pack"] = "microbatch"
     device: str | None = None
     backend: str | None = None
@@ -54,6 +64,27 @@ class MeshStrategy(BaseModel):
         if value == 0 or value < -1:
             raise ValueError("a degree is a positive number, or -1 for what is left of the world")
         return value
+
+    @field_validator("pipeline")
+    @classmethod
+    def _is_schedule(cls, value: str | None) -> str | None:
+        return None if value is None else _schedule(value).name
+
+    @field_validator("stages_per_rank")
+    @classmethod
+    def _is_count(cls, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise ValueError("a number of stages is 1 or more")
+        return value
+
+    @property
+    def schedule(self) -> str:
+        """The name of the pipeline schedule."""
+        return self.pipeline or DEFAULT_PIPELINE
+
+    def stage_layout(self) -> StageLayout:
+        """Which stages each pipeline rank hosts; raises ConfigurationError for a number that the schedule does not take."""
+        return _schedule(self.schedule).layout(self.pp, self.stages_per_rank)
 
     def resolve(self, world_size: int) -> MeshStrategy:
         """The same strategy with every degree given; raises ConfigurationError unless they multiply to the world size."""
@@ -80,7 +111,7 @@ class MeshStrategy(BaseModel):
         place = find_place()
         resolved = self.resolve(place.world_size)
         self._check_effect(resolved, place)
-        domains = domains_of(resolved)
+        domains, stages = domains_of(resolved), resolved.stage_layout()
         if place.world_size == 1:
             return DistributedContext(strategy=resolved, device=_device(self.device))
         batch, device = domains["batch"], _device_of_rank(self.device, place)
@@ -96,6 +127,8 @@ class MeshStrategy(BaseModel):
             num_data_ranks=batch.size("dp"),
             tensor_rank=batch.coordinate(place.rank, "tp"),
             num_tensor_ranks=batch.size("tp"),
+            pipeline_rank=batch.coordinate(place.rank, "pp"),
+            stage_layout=stages,
             host=world.host,
             failures=world.failures,
             world=world,
@@ -105,7 +138,12 @@ class MeshStrategy(BaseModel):
         """Refuse what cannot be had, and what was asked for and does nothing; tell of what does nothing in this world only."""
         if resolved.ep != 1 and place.world_size == 1:
             raise ConfigurationError(f"ep={resolved.ep} of MeshStrategy has no effect on one rank; leave it at 1")
-        for name in ("pp", "cp_shard", "cp_replicate", "ep"):
+        for name in ("pipeline", "stages_per_rank"):
+            if getattr(resolved, name) is not None and resolved.pp == 1:
+                raise ConfigurationError(
+                    f"{name}={getattr(resolved, name)!r} of MeshStrategy has no effect with pp=1; leave it out, or set pp"
+                )
+        for name in ("cp_shard", "cp_replicate", "ep"):
             if getattr(resolved, name) > 1:
                 raise UnsupportedError(f"{name}={getattr(resolved, name)} of MeshStrategy is not there yet in this version; leave it at 1")
         if resolved.fsdp_sync == "pack" and resolved.dp_shard * resolved.cp_shard == 1:
@@ -115,6 +153,14 @@ class MeshStrategy(BaseModel):
                 _logger.warning("fsdp_sync='pack' of MeshStrategy has no effect: one rank is left for dp_shard=-1, so nothing is sharded")
         if resolved.backend is not None and place.world_size == 1:
             _logger.warning("backend=%r of MeshStrategy has no effect: one process has no process group", resolved.backend)
+
+
+def _schedule(name: str) -> Schedule:
+    from trainer_kit.pipeline.schedules import (
+        find_training_schedule,
+    )  # the names alone belong to a strategy, and what they stand for does not
+
+    return find_training_schedule(name)
 
 
 def _device_of_rank(name: str | None, place: Place) -> torch.device:

@@ -87,7 +87,7 @@ def broadcast_values(module: nn.Module, context: DistributedContext) -> None:
         if tensor.numel():
             values = tensor.contiguous()
             # As bytes: not every backend knows every dtype.
-            dist.broadcast(values.view(-1).view(torch.uint8), 0, context.group("flat", "world"))
+            dist.broadcast(values.view(-1).view(torch.uint8), group=context.stage_group, group_src=0)
             if values is not tensor:
                 tensor.copy_(values)
 

@@ -9,13 +9,15 @@ Before editing: names carry global layer numbers (`layers.7.` is the eighth laye
 # ruff: noqa: N803, N806  (shape suffixes are upper case)
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from trainer_kit.exceptions import ModelError, UnsupportedError
 from trainer_kit.model.provider import StageInfo
+from trainer_kit.model.stage_layers import distribute_layers
 from trainer_kit.models.config import DecoderConfig
 from trainer_kit.models.layers import Attention, FeedForward, Projection, RotaryTable, TokenEmbedding
 
@@ -44,41 +46,58 @@ class DecoderBlock(nn.Module):
 class Decoder(nn.Module):
     """The layers of one stage: the embedding on the first, the norm and the head on the last, all of it without pipeline stages.
 
-    Called as `model(input_ids)` with token ids (B, T), T at most `config.max_seq_len`; gives logits (B, T, V).
+    Called as `model(input_ids)` with token ids (B, T), T at most `config.max_seq_len`; gives logits (B, T, V). With several stages,
+    `lambda stage: Decoder(config, stage)` is a model provider.
     """
 
     def __init__(self, config: DecoderConfig, stage: StageInfo | None = None) -> None:
         super().__init__()
         stage = stage or StageInfo()
-        if stage.num_stages > config.num_layers:
-            raise UnsupportedError(f"num_layers={config.num_layers} cannot be cut into {stage.num_stages} stages; each needs a layer")
-        if config.tie_embeddings and stage.num_stages > 1:
-            raise UnsupportedError("tie_embeddings=True needs embedding and head on one stage; set tie_embeddings=False")
-        self.config = config
-        first = config.num_layers * stage.index // stage.num_stages
-        last = config.num_layers * (stage.index + 1) // stage.num_stages
+        self.config, self._stage = config, stage
+        self._num_sequence_parts = 1
+        numbers = distribute_layers(config.num_layers, stage.num_stages)[stage.index]
         self.rotary = RotaryTable(config.head_size, config.max_seq_len, config.rope_theta)
         if stage.is_first:
             self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size, std=config.init_std)
             self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-        self.layers = nn.ModuleDict({str(number): DecoderBlock(config) for number in range(first, last)})
+        self.layers = nn.ModuleDict({str(number): DecoderBlock(config) for number in numbers})
         if stage.is_last:
             self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
             self.head = Projection(config.hidden_size, config.vocab_size, std=config.init_std)
-            if config.tie_embeddings:
+            if config.tie_embeddings and stage.is_first:
                 self.head.weight = self.embedding.weight
-        self._stage = stage
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, T), or the hidden states (B, T, D) of the stage before, to logits (B, T, V), or hidden states."""
-        if input_ids.shape[1] > self.config.max_seq_len:
-            raise ModelError(
-                f"the sequence has {input_ids.shape[1]} tokens, expected at most DecoderConfig(max_seq_len={self.config.max_seq_len})"
-            )
-        x_BTD = self.dropout(self.embedding(input_ids)) if self._stage.is_first else input_ids
+    def forward(self, inputs: Any, shared: None = None) -> torch.Tensor:
+        """Token ids (B, T), alone or as `input_ids` of a mapping, to logits (B, T, V); a stage in the middle takes and gives hidden states
+        (B, T, D)."""
+        x_BTD = self.dropout(self.embedding(self._tokens(inputs))) if self._stage.is_first else inputs
         for layer in self.layers.values():
             x_BTD = layer(x_BTD, self.rotary)
         return self.head(self.norm(x_BTD)) if self._stage.is_last else x_BTD
+
+    def _tokens(self, inputs: Any) -> torch.Tensor:
+        if isinstance(inputs, Mapping):
+            if inputs.keys() != {"input_ids"}:
+                raise ModelError(
+                    f"Decoder got the inputs {sorted(map(str, inputs))}, expected token ids, or a mapping with 'input_ids' alone"
+                )
+            inputs = inputs["input_ids"]
+        if inputs.shape[1] > self.config.max_seq_len:
+            raise ModelError(
+                f"the sequence has {inputs.shape[1]} tokens, expected at most DecoderConfig(max_seq_len={self.config.max_seq_len})"
+            )
+        return inputs
+
+    def stage_transfer_spec(self, inputs: Any, boundary: Literal["incoming", "outgoing"]) -> torch.Tensor:
+        """Between stages go hidden states (B, T, D), or this rank's part of the sequence."""
+        B, T = self._tokens(inputs).shape
+        dtype = next(self.parameters()).dtype
+        return torch.empty(B, T // self._num_sequence_parts, self.config.hidden_size, dtype=dtype, device="meta")
+
+    def tied_parameters(self) -> dict[str, str]:
+        """The head is the embedding of the first stage, if they are tied."""
+        is_tie = self.config.tie_embeddings and self._stage.is_last and not self._stage.is_first
+        return {"head.weight": "embedding.weight"} if is_tie else {}
 
     def tensor_plan(self, num_ranks: int) -> dict[str, Style]:
         """The plan of `parallelize_tensor` over this many ranks, with sequence parallelism: T is a multiple of the ranks.
@@ -88,6 +107,7 @@ class Decoder(nn.Module):
         for name in ("num_heads", "num_kv_heads", "intermediate_size"):
             if (size := getattr(self.config, name)) % num_ranks:
                 raise UnsupportedError(f"DecoderConfig({name}={size}) is cut over tp={num_ranks} ranks, which must divide it")
+        self._num_sequence_parts = num_ranks
         first: dict[str, Style] = {"embedding": "vocabulary", "dropout": "sequence"}
         block: dict[str, Style] = {
             "layers.*_norm": "sequence",

@@ -31,7 +31,8 @@ def kernel_arguments(kernel: Kernel, optimizer: type[torch.optim.Optimizer], par
 
 
 def _obstacle(optimizer: Callable[..., torch.optim.Optimizer], parameters: NamedParameters) -> str | None:
-    """Why no fused kernel can take these parameters, or None."""
+    """Why no fused kernel can take these parameters, or None. Those on the meta device are updated on other ranks."""
+    parameters = [(name, parameter) for name, parameter in parameters if not parameter.is_meta] or parameters
     devices = {parameter.device.type for _, parameter in parameters}
     if len(devices) > 1:
         return f"the parameters are on several kinds of device, {sorted(devices)}"

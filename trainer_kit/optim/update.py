@@ -7,16 +7,17 @@ ones (`whole.py`). In one process, and wherever nothing must be gathered, `Updat
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from trainer_kit.mesh.layout import layout_of
 from trainer_kit.optim.combined import CombinedOptimizer
 from trainer_kit.optim.provider import OptimizerProvider, build_optimizer
 from trainer_kit.optim.whole import WholeParameters, gather_whole, needs_gathering
-from trainer_kit.parameters import ParameterRow
+from trainer_kit.parameters import ParameterRow, StateEntry
 from trainer_kit.torch_private import step_optimizer
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Update:
 
     parameters: what the optimizer holds, each with its row; this is what the functions of `state.py` take. For a whole parameter the
         row is that of its proxy.
-    is_spread: whether there are whole parameters, each of which has its state on one rank alone; the same on all ranks.
+    is_spread: whether some parameters have their state on one rank alone, or on those of one pipeline stage; the same on all ranks.
     elsewhere: names of those whose update and state are on other ranks than this one.
     step: makes the update. A collective of the ranks that share the whole parameters, if there are some.
     """
@@ -60,19 +61,42 @@ def _step_on_wholes(optimizer: torch.optim.Optimizer, *wholes: WholeParameters) 
             whole.close()
 
 
-def build_update(provider: OptimizerProvider, rows: Sequence[ParameterRow], context: DistributedContext) -> Update:
+def build_update(
+    provider: OptimizerProvider, rows: Sequence[ParameterRow], context: DistributedContext, entries: Iterable[StateEntry] = ()
+) -> Update:
     """Build the optimizer of a provider for trainable rows. On a mesh a collective of the world, unless the provider is elementwise.
 
+    entries: of the whole model, where other stages of a pipeline have more of them, see `ParameterTable`.
     Raises ConfigurationError as `build_optimizer` does.
     """
-    held, wholes, is_spread = list(rows), list[WholeParameters](), False
+    held, wholes, is_spread = _rows_of_model(rows, entries), list[WholeParameters](), context.num_pipeline_ranks > 1
     if context.world_size > 1 and not provider.elementwise:
-        names = provider.whole_parameters([(row.name, row.local) for row in rows])
-        wholes, is_spread = gather_whole([row for row in rows if row.name in names and needs_gathering(row)], context)
-        replaced = {row.name: row for whole in wholes for row in whole.proxy_rows()}
-        held = [replaced.get(row.name, row) for row in rows]
+        names = provider.whole_parameters([(row.name, row.local) for row in held])
+        wholes, has_wholes = gather_whole([row for row in rows if row.name in names and needs_gathering(row)], context)
+        is_spread = is_spread or has_wholes
+        replaced = {id(row): proxy for whole in wholes for row, proxy in zip(whole.rows, whole.proxy_rows(), strict=True)}
+        held = [replaced.get(id(row), row) for row in held]
     optimizer = build_optimizer(provider, [(row.name, row.local) for row in held])
     for part in optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
         if (set_layouts := getattr(part, "set_layouts", None)) is not None:
             set_layouts({row.local: row.layout for row in held if not row.layout.is_whole})
     return Update(optimizer, held, wholes, is_spread=is_spread)
+
+
+def _rows_of_model(rows: Sequence[ParameterRow], entries: Iterable[StateEntry]) -> list[ParameterRow]:
+    """The trainable rows of the whole model in its order, so that the groups of an optimizer are the same on every rank.
+
+    In place of parameters of other stages stand tensors without data, which never get a gradient.
+    """
+    trainable = [entry for entry in entries if entry.is_trainable]
+    if not trainable:
+        return list(rows)
+    here: dict[str, list[ParameterRow]] = {}
+    for row in rows:
+        here.setdefault(row.name, []).append(row)
+    return [row for entry in trainable for row in here.get(entry.name) or [_elsewhere(entry)]]
+
+
+def _elsewhere(entry: StateEntry) -> ParameterRow:
+    parameter = nn.Parameter(torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+    return ParameterRow(entry.name, (), parameter, entry.stages[0], parameter, layout_of(parameter), {}, entry.stages)

@@ -16,7 +16,7 @@ from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.pipeline.actions import Action, Kind, Step
 from trainer_kit.pipeline.checking import check_program
 from trainer_kit.pipeline.program import Program
-from trainer_kit.pipeline.schedules import SCHEDULES, Schedule, find_schedule, forward_only
+from trainer_kit.pipeline.schedules import Schedule, check_trains, find_schedule, forward_only
 from trainer_kit.pipeline.transfers import with_earlier_receives, with_transfers
 
 
@@ -127,9 +127,7 @@ class ProgramCache:
         keep: int = 16,
     ) -> None:
         self.schedule = find_schedule(schedule) if isinstance(schedule, str) else schedule
-        if not self.schedule.trains:
-            names = ", ".join(sorted(name for name, other in SCHEDULES.items() if other.trains))
-            raise ConfigurationError(f"the pipeline schedule {self.schedule.name!r} has no backwards; choose one that trains: {names}")
+        check_trains(self.schedule)
         self.layout = self.schedule.layout(num_ranks, stages_per_rank)
         self._sharded_stages, self._receive_ahead = frozenset(sharded_stages), receive_ahead
         self._build = lru_cache(maxsize=keep)(self._build_one)

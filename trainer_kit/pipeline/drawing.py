@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import NAMES, Action, Kind
-from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.svg import Box, Line, Panel, render
 from trainer_kit.pipeline.timeline import Span, Timeline
 

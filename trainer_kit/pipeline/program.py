@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import Action, Kind, Step
 from trainer_kit.pipeline.drawing import Drawing
-from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.simulation import Costs, simulate
 from trainer_kit.pipeline.timeline import Timeline
 

@@ -90,6 +90,10 @@ class PipelineRunner:
                 "microbatch; set fsdp_sync='pack' of MeshStrategy, or choose a schedule that does not split, such as '1f1b'"
             )
 
+    def begin_training(self, first_trainable: int) -> None:
+        """Once it is known what is trained: see the class."""
+        self._first_trainable = first_trainable
+
     @property
     def fsdp_sync(self) -> StagesSync | None:
         """What `Gradients(sync=...)` gets: FSDP's part of the synchronisation; None without FSDP units."""

@@ -40,6 +40,8 @@ class SequentialRunner:
     modules: what `model` calls, whose buffers a pass without effect leaves as they were.
     """
 
+    hosts_last_stage = True
+
     def __init__(
         self,
         model: Callable[[Any, Any], Any],

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer_kit.exceptions import ConfigurationError, StateError
+from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import Action, Kind, Step
-from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.timeline import Span, Timeline
 
 Times = float | Sequence[float]

@@ -26,7 +26,10 @@ Root = tuple[torch.Tensor, torch.Tensor]
 class MicrobatchSync(Protocol):
     """What tells FSDP units that the last backward of a pack comes, where each microbatch gathers and reduces."""
 
-    units: Sequence[Any]
+    @property
+    def units(self) -> Sequence[Any]:
+        """The FSDP units."""
+        ...
 
     def begin_microbatch(self, is_last: bool) -> None:
         """Before a backward, and once before the first forward."""

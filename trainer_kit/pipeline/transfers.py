@@ -8,8 +8,8 @@ with one common order. Appending either of them elsewhere takes away the proof t
 from __future__ import annotations
 
 from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import Action, Kind, Step
-from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.schedules.schedule import Order
 
 # Looking a member up in an enum class costs more than the rest of a line here.

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_kit.mesh.domains import domains_of
 from trainer_kit.mesh.layout import local_of
 from trainer_kit.weights.format import tensor_crc32
 from trainer_kit.weights.whole import is_cut
@@ -34,10 +33,9 @@ def share_buffers(buffers: Mapping[str, torch.Tensor], context: DistributedConte
 
     mine = {name: local_of(buffer) for name, buffer in buffers.items() if not is_cut(buffer)}
     differing = _differing({name: tensor_crc32(buffer) for name, buffer in mine.items()}, context)
-    stage = context.group("regular", *(dim for dim in domains_of(context.strategy)["regular"].dims if dim != "pp"))
     for name in differing:
         whole = mine[name].contiguous()
-        dist.broadcast(whole, group=stage, group_src=0)
+        dist.broadcast(whole, group=context.stage_group, group_src=0)
         if whole is not mine[name]:
             mine[name].copy_(whole)
     return differing

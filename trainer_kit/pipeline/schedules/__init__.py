@@ -27,7 +27,7 @@ from trainer_kit.pipeline.schedules.one_stage import gpipe, gpipe_peak, one_forw
 from trainer_kit.pipeline.schedules.schedule import Order, Schedule
 from trainer_kit.pipeline.schedules.zbv import zbv, zbv_peak
 
-__all__ = ["SCHEDULES", "Order", "Schedule", "find_schedule", "forward_only"]
+__all__ = ["SCHEDULES", "Order", "Schedule", "find_schedule", "find_training_schedule", "forward_only"]
 
 SCHEDULES: dict[str, Schedule] = {
     schedule.name: schedule
@@ -52,6 +52,20 @@ def find_schedule(name: str) -> Schedule:
         if _plain(schedule.name) == wanted:
             return schedule
     raise ConfigurationError(f"there is no pipeline schedule {name!r}; {nearest(name, SCHEDULES)}")
+
+
+def find_training_schedule(name: str) -> Schedule:
+    """`find_schedule` for one with backwards. Raises ConfigurationError for the others too."""
+    schedule = find_schedule(name)
+    check_trains(schedule)
+    return schedule
+
+
+def check_trains(schedule: Schedule) -> None:
+    """Raises ConfigurationError for a schedule that has no backwards."""
+    if not schedule.trains:
+        names = ", ".join(sorted(name for name, other in SCHEDULES.items() if other.trains))
+        raise ConfigurationError(f"the pipeline schedule {schedule.name!r} has no backwards; choose one that trains: {names}")
 
 
 def _plain(name: str) -> str:

@@ -5,8 +5,8 @@ It keeps the activations of everything, which is its price for touching the para
 
 from __future__ import annotations
 
+from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import Kind, Step
-from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.schedules.schedule import Order, actions
 
 

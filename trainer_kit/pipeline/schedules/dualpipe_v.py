@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import Action, Kind, Pair, Step
-from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.schedules.schedule import Order
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741

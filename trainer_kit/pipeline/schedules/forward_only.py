@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import Action, Kind
-from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.schedules.rounds import rounds
 from trainer_kit.pipeline.schedules.schedule import Order
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from itertools import chain
 
+from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import Kind, Step
-from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.schedules.schedule import Order, actions
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.mesh.stages import Shape, StageLayout
 from trainer_kit.pipeline.actions import Action, Kind, Step
-from trainer_kit.pipeline.layout import Shape, StageLayout
 
 Order = list[list[Step]]  # of each rank, in the order of the ranks
 

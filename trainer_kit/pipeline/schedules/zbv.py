@@ -7,8 +7,8 @@ one stage; p ranks.
 
 from __future__ import annotations
 
+from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import Action, Kind
-from trainer_kit.pipeline.layout import StageLayout
 from trainer_kit.pipeline.schedules.schedule import Order
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741

@@ -20,8 +20,8 @@ class StageLayout:
     """`"loop"`: rank r hosts r, r + num_ranks, ...; `"v"`: the stages run down the ranks and up again, so that two stages per rank put
     the first and the last one on rank 0."""
 
-    shape: Shape
-    num_ranks: int
+    shape: Shape = "loop"
+    num_ranks: int = 1
     stages_per_rank: int = 1
 
     def __post_init__(self) -> None:

@@ -1,0 +1,134 @@
+"""The stages of this rank, built, and the runner over them: one stage runs its microbatches in turn, several ranks run a pipeline.
+
+Not here: how a single stage is built (`model/`), the programs and the runtime of a pipeline (`pipeline/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainer_kit.environment import InputsAs, make_autocast
+from trainer_kit.exceptions import ModelError
+from trainer_kit.model import ModelCaller, StageContext, StageInfo, build_stage
+from trainer_kit.model.transforms import checkpoint_activations, compile_blocks
+from trainer_kit.parameters import ParameterTable
+from trainer_kit.pipeline import PackRunner, SequentialRunner
+from trainer_kit.ties import TiedWeights
+from trainer_kit.weights import load_model_state
+
+if TYPE_CHECKING:
+    from trainer_kit.config import TrainerConfig
+    from trainer_kit.gradients import Gradients
+    from trainer_kit.gradients.synchroniser import MicrobatchSync
+    from trainer_kit.mesh import DistributedContext
+    from trainer_kit.model import ModelProvider
+    from trainer_kit.pipeline.runtime import PipelineRunner
+
+
+@dataclass
+class BuiltModel:
+    """The stages of this rank, ready to be called. fsdp_sync: FSDP's part of the synchronisation of gradients; None: there is none."""
+
+    stages: list[nn.Module]
+    contexts: list[StageContext]
+    table: ParameterTable
+    ties: TiedWeights
+    runner: PackRunner
+    fsdp_sync: MicrobatchSync | None
+
+    def connect(self, gradients: Gradients) -> None:
+        """Let the runner tell the gradients of its microbatches; what is trainable does not change from now on."""
+        self.runner.begin_microbatch = gradients.begin_microbatch
+        if (begin := getattr(self.runner, "begin_training", None)) is not None:
+            begin(min(entry.stages[0] for entry in self.table.entries if entry.is_trainable))
+
+
+def build_model(provider: ModelProvider, config: TrainerConfig, context: DistributedContext) -> BuiltModel:
+    """Build, initialise and load the stages of this rank. A collective."""
+    num_stages = context.stage_layout.num_stages
+    contexts = [StageContext(context, StageInfo(index, num_stages)) for index in context.stages]
+    for ctx in contexts:
+        dtype = torch.bfloat16 if config.precision == "bf16" else None
+        ctx.module = build_stage(provider, context, ctx.stage, seed=config.seed, dtype=dtype)
+        if num_stages > 1 and not any(True for _ in ctx.module.parameters()):
+            raise ModelError(
+                f"stage {ctx.stage.index} of {num_stages} on rank {context.rank} has no parameters; use fewer stages (pp or "
+                "stages_per_rank of MeshStrategy), or give each stage a layer (trainer_kit.model.distribute_layers)"
+            )
+    modules = [ctx.built() for ctx in contexts]
+    table = ParameterTable(modules, indices=context.stages, num_stages=num_stages)
+    table.join(context)
+    for ctx, module in zip(contexts, modules, strict=True):
+        if config.source_model is not None:
+            load_model_state(config.source_model, provider.load_mapper(ctx), table.tensors(), aliases=table.aliases)
+        checkpoint_activations(module, config.activation_checkpointing)
+        compile_blocks(module, config.compile)
+    if context.world_size > 1:
+        table.check_contracts(context.dense_sizes())
+    ties = TiedWeights(table.rows, context)
+    ties.share_values()
+    if context.num_pipeline_ranks > 1:
+        pipeline = _pipeline_runner(modules, config, context)
+        return BuiltModel(modules, contexts, table, ties, pipeline, pipeline.fsdp_sync)
+    sync = _fsdp_sync(modules[0], context)
+    runner = SequentialRunner(
+        _caller(modules[0], config),
+        context,
+        autocast=make_autocast(config.precision, context.device),
+        lockstep=sync is not None or context.num_tensor_ranks > 1,
+        modules=modules,
+    )
+    return BuiltModel(modules, contexts, table, ties, runner, sync)
+
+
+def _caller(module: nn.Module, config: TrainerConfig) -> Callable[[Any, Any], Any]:
+    caller = ModelCaller(module)
+    return InputsAs(torch.bfloat16, caller) if config.precision == "bf16" else caller
+
+
+def _fsdp_sync(module: nn.Module, context: DistributedContext) -> MicrobatchSync | None:
+    if context.world_size == 1:
+        return None
+    from trainer_kit.parallel import FSDPSync, fsdp_units
+
+    units = fsdp_units(module)
+    return FSDPSync(units, context.strategy.fsdp_sync) if units else None
+
+
+def _pipeline_runner(modules: list[nn.Module], config: TrainerConfig, context: DistributedContext) -> PipelineRunner:
+    from trainer_kit.parallel import FSDPSync, fsdp_units
+    from trainer_kit.pipeline.building import ProgramCache
+    from trainer_kit.pipeline.runtime import PipelineRunner
+    from trainer_kit.pipeline.sharded_stage import ShardedStage
+    from trainer_kit.pipeline.stage import Stage
+
+    strategy, group = context.strategy, context.pipeline_group
+    assert group is not None
+    units = {index: fsdp_units(module) for index, module in zip(context.stages, modules, strict=True)}
+    per_pack = strategy.fsdp_sync == "pack"
+    sharded = {index for found in context.host.exchange([i for i, of_stage in units.items() if of_stage]) for index in found}
+    stages = [
+        Stage(
+            index,
+            module,
+            _caller(module, config),
+            sharded=ShardedStage(units[index]) if units[index] and per_pack else None,
+            sync=FSDPSync(units[index], "microbatch") if units[index] and not per_pack else None,
+            # The backward of inputs alone would compute activations twice, and compiled graphs come whole.
+            splits=not (config.activation_checkpointing or config.compile),
+        )
+        for index, module in zip(context.stages, modules, strict=True)
+    ]
+    programs = ProgramCache(
+        strategy.schedule,
+        context.num_pipeline_ranks,
+        stages_per_rank=context.stage_layout.stages_per_rank,
+        sharded_stages=sharded if per_pack else (),
+        receive_ahead=1 if context.device.type == "cpu" else 0,  # NCCL runs the two directions between two ranks in one order
+    )
+    return PipelineRunner(stages, context, programs, group, autocast=make_autocast(config.precision, context.device))
