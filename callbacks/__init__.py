@@ -12,6 +12,7 @@ from trainer_kit.callbacks.garbage_collection import GarbageCollection
 from trainer_kit.callbacks.gradient_clipping import GradientClipping
 from trainer_kit.callbacks.json_lines import JSONLines
 from trainer_kit.callbacks.memory_monitor import MemoryMonitor
+from trainer_kit.callbacks.pipeline_timeline import PipelineTimeline
 from trainer_kit.callbacks.profiler import Profiler
 from trainer_kit.callbacks.progress import Progress
 from trainer_kit.callbacks.signals import Signals
@@ -30,6 +31,7 @@ __all__ = [
     "GradientClipping",
     "JSONLines",
     "MemoryMonitor",
+    "PipelineTimeline",
     "Profiler",
     "Progress",
     "Signals",

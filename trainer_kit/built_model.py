@@ -41,11 +41,16 @@ class BuiltModel:
     runner: PackRunner
     fsdp_sync: MicrobatchSync | None
 
+    @property
+    def pipeline(self) -> PipelineRunner | None:
+        """The runner, if it is one of a pipeline."""
+        return None if isinstance(self.runner, SequentialRunner) else self.runner  # type: ignore[return-value]
+
     def connect(self, gradients: Gradients) -> None:
         """Let the runner tell the gradients of its microbatches; what is trainable does not change from now on."""
         self.runner.begin_microbatch = gradients.begin_microbatch
-        if (begin := getattr(self.runner, "begin_training", None)) is not None:
-            begin(min(entry.stages[0] for entry in self.table.entries if entry.is_trainable))
+        if self.pipeline is not None:
+            self.pipeline.begin_training(min(entry.stages[0] for entry in self.table.entries if entry.is_trainable))
 
 
 def build_model(provider: ModelProvider, config: TrainerConfig, context: DistributedContext) -> BuiltModel:

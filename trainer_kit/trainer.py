@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from trainer_kit.run_state import Requests, RunState, weakly
 from trainer_kit.saving import Saving
 from trainer_kit.task import Task, checked_task
 from trainer_kit.weights import StateMapper
+
+if TYPE_CHECKING:
+    from trainer_kit.pipeline.runtime import PipelineRunner
 
 
 class Trainer:
@@ -78,15 +81,8 @@ class Trainer:
         listed = with_defaults(listed, self.config)
         check_callbacks(listed)
         self._dispatcher = Dispatcher(listed, self)
-        self.recipe = assembly.Recipe(
-            provider,
-            task,
-            source,
-            None if optimizer is None else as_optimizer_provider(optimizer),
-            lr_scheduler,
-            self.callbacks,
-            self.config,
-        )
+        optimizer = None if optimizer is None else as_optimizer_provider(optimizer)
+        self.recipe = assembly.Recipe(provider, task, source, optimizer, lr_scheduler, self.callbacks, self.config)
         self._run = RunState(total_steps=self.config.total_steps)
         self.history = History()
         # The parts know the trainer weakly, so that a model is free as soon as its trainer is.
@@ -149,6 +145,11 @@ class Trainer:
         if (number := self.context.stage_layout.num_stages) > 1:
             raise StateError(f"the model is cut into {number} pipeline stages; those of this rank are trainer.stages")
         return self._model().stages[0]
+
+    @property
+    def pipeline(self) -> PipelineRunner | None:
+        """The runner of the pipeline, with its programs and recorded timelines; None without pipeline ranks."""
+        return self._model().pipeline
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

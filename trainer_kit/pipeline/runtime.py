@@ -17,6 +17,7 @@ from trainer_kit.data import Pack, batch_size
 from trainer_kit.exceptions import ConfigurationError, StateError
 from trainer_kit.metrics import Metric
 from trainer_kit.pipeline.building import ProgramCache
+from trainer_kit.pipeline.drawing import Drawing
 from trainer_kit.pipeline.inputs import filler_inputs, forward_inputs
 from trainer_kit.pipeline.loss_starts import LossStarts
 from trainer_kit.pipeline.loss_sums import LossSums
@@ -27,6 +28,7 @@ from trainer_kit.pipeline.pack_run import Microbatch, PackRun, Surroundings
 from trainer_kit.pipeline.program import Program
 from trainer_kit.pipeline.rank_weights import RankWeights
 from trainer_kit.pipeline.recording import Recorder
+from trainer_kit.pipeline.simulation import Costs
 from trainer_kit.pipeline.stage import Stage, StagePasses, StagesSync
 from trainer_kit.pipeline.timeline import Timeline
 from trainer_kit.pipeline.transfer_spec import check_describes_transfers, transfer_spec
@@ -73,6 +75,7 @@ class PipelineRunner:
         self._totals, self._starts = RankWeights(context, has_losses=self.hosts_last_stage), LossStarts(several=True)
         self._in_lockstep = context.num_tensor_ranks > 1 or any(stage.sync is not None for stage in stages)
         self._recorder: Recorder | None = None
+        self._num_recorded = 0  # microbatches
         self.peak_activations = 0  # of the last pack
 
     def _check_stages(self, num_ranks: int) -> None:
@@ -159,6 +162,12 @@ class PipelineRunner:
             raise StateError("no pack was recorded; set record=True of the PipelineRunner before one runs")
         return self._recorder.timeline(self._transport.ranks)
 
+    def drawing(self) -> Drawing:
+        """The timeline of the last pack, below that of a simulation in which its parts take their mean times. A collective of the world."""
+        timeline = self.timeline()
+        program = self._programs.training(self._num_recorded)
+        return program.draw(Costs.measured(timeline, self._layout.num_stages), measured=timeline)
+
     def _arrange(self, pack: Pack, task: Task, inputs: Sequence[ForwardInputs], counting: Sequence[bool]) -> list[Microbatch]:
         """All microbatches that every rank runs: real ones at their places, and what does not count filled up with one that does."""
         num_all = max(pack.num_on_all or 0, len(inputs))
@@ -187,7 +196,7 @@ class PipelineRunner:
 
     def _begin(self, microbatches: Sequence[Microbatch]) -> None:
         self._check.start(len(microbatches), [each.incoming for each in microbatches], [each.outgoing for each in microbatches])
-        self._recorder = Recorder(self._context) if self.record else None
+        self._recorder, self._num_recorded = Recorder(self._context) if self.record else None, len(microbatches)
 
     def _run_forwards(self, microbatches: list[Microbatch], outcome: Outcome) -> None:
         self._begin(microbatches)

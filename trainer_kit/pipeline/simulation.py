@@ -32,6 +32,19 @@ class Costs:
     backward: Times | None = None
     transfer: Times = 0.0
 
+    @classmethod
+    def measured(cls, timeline: Timeline, num_stages: int) -> Costs:
+        """The mean times of the parts on each stage in a measured timeline; what it does not have takes no time, transfers too."""
+        times: dict[tuple[Kind, int], list[float]] = {}
+        for span in timeline.spans:
+            times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
+
+        def of(kind: Kind) -> list[float]:
+            found = (times.get((kind, stage), [0.0]) for stage in range(num_stages))
+            return [sum(each) / len(each) for each in found]
+
+        return cls(of(Kind.FORWARD), of(Kind.BACKWARD_INPUT), of(Kind.BACKWARD_WEIGHT), of(Kind.BACKWARD))
+
     def per_stage(self, num_stages: int) -> list[list[float]]:
         """Of forward, backward, its two parts and transfer, in this order, the time on each stage. Raises ConfigurationError."""
         forward, backward_input, backward_weight, transfer = (
