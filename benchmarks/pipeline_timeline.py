@@ -72,8 +72,8 @@ class Mean(Task):
 
 def measure(schedule: str, stages_per_rank: int, num_microbatches: int, seconds: float) -> Timeline:
     """The timeline of the second pack, on each rank."""
-    context = MeshStrategy(pp=torch.distributed.get_world_size(), device="cpu").build()
-    group = context.group("regular", "pp")
+    context = MeshStrategy(pp=torch.distributed.get_world_size(), pipeline=schedule, stages_per_rank=stages_per_rank, device="cpu").build()
+    group = context.pipeline_group
     assert group is not None
     cache = ProgramCache(schedule, group.size(), stages_per_rank=stages_per_rank)
     stages = [Stage(index, module := Sleeper(seconds), module) for index in cache.layout.stages_of(group.rank())]

@@ -41,6 +41,7 @@ class Mesh:
         group = self.context.group("regular", "pp")
         num_stages, pack = 2 * stages_per_rank, "pack" in how
         cache = ProgramCache(schedule, 2, stages_per_rank=stages_per_rank, sharded_stages=range(num_stages) if pack else ())
+        self.context.stage_layout = cache.layout
         self.modules, stages = {}, []
         for index in cache.layout.stages_of(group.rank()):
             module = Part(index, num_stages).requires_grad_(index not in frozen)

@@ -76,31 +76,36 @@ def _cuts(placement: Any, dim: int, num_dims: int) -> bool:
 
 
 def broadcast_values(module: nn.Module, context: DistributedContext) -> None:
-    """Give every rank the values of rank 0, tensor by tensor: each rank loaded or drew its own. Plain tensors only; a collective."""
+    """Give every rank the values of the first one of its stage, tensor by tensor: each rank loaded or drew its own. Plain tensors only; a
+    collective."""
     import torch.distributed as dist
 
     tensors: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in all_tensors(module):
         tensors.setdefault(id(tensor), (name, tensor.detach()))
     _check_same([(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.values()], context)
-    for _, tensor in tensors.values():
+    group = context.stage_group
+    for _, tensor in tensors.values() if group is not None else ():
         if tensor.numel():
             values = tensor.contiguous()
             # As bytes: not every backend knows every dtype.
-            dist.broadcast(values.view(-1).view(torch.uint8), group=context.stage_group, group_src=0)
+            dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
             if values is not tensor:
                 tensor.copy_(values)
 
 
 def _check_same(tensors: list[tuple[str, str, tuple[int, ...]]], context: DistributedContext) -> None:
     """Tensors that differ in number or size would make the ranks wait for each other for ever."""
-    digest = hashlib.sha256(repr(tensors).encode()).hexdigest()
-    if len(set(context.host.exchange(digest))) == 1:
+    place = context.pipeline_rank  # each has stages of its own
+    found = context.host.exchange((place, hashlib.sha256(repr(tensors).encode()).hexdigest()))
+    if len(set(found)) == len({place for place, _ in found}):
         return
-    first, *others = context.host.exchange(tensors)
-    rank, theirs = next((rank, theirs) for rank, theirs in enumerate(others, start=1) if theirs != first)
-    differing = [f"{name} {dtype} {list(shape)}" for name, dtype, shape in sorted(set(first) ^ set(theirs))]
-    raise ModelError(
-        f"ranks 0 and {rank} were given models that differ: {', '.join(differing[:4]) or 'the order of their tensors'}; the same "
-        "script must build the same module on every rank"
-    )
+    first: dict[int, tuple[int, list[tuple[str, str, tuple[int, ...]]]]] = {}
+    for rank, (place, theirs) in enumerate(context.host.exchange((place, tensors))):
+        known_rank, known = first.setdefault(place, (rank, theirs))
+        if theirs != known:
+            differing = [f"{name} {dtype} {list(shape)}" for name, dtype, shape in sorted(set(known) ^ set(theirs))]
+            raise ModelError(
+                f"ranks {known_rank} and {rank} were given models that differ: {', '.join(differing[:4]) or 'the order of their tensors'}; "
+                "the same script must build the same module on every rank"
+            )

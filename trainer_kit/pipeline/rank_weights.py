@@ -54,13 +54,11 @@ class OwnWeights:
 class RankWeights:
     """Several loss ranks. Per pack: `begin`, `before_backward` before each backward that has no loss, `finish`.
 
-    has_losses: whether the losses of its microbatches come to this rank; in a pipeline only to that of the last stage.
     sizes_differ: whether microbatches that counted 1 for want of a weight had different sizes, on any rank.
     """
 
-    def __init__(self, context: DistributedContext, *, has_losses: bool = True) -> None:
-        self._context, self._has_losses = context, has_losses
-        self._is_counted = context.is_counted and has_losses
+    def __init__(self, context: DistributedContext) -> None:
+        self._context = context
         self._names: list[str | None] = [None]  # of the weights that travel, the same on all ranks; None: the one of all terms
         self._kind: str | None = None  # of the packs of this step, on all ranks
         self._is_first = True
@@ -107,7 +105,7 @@ class RankWeights:
         return self._weights.totals if isinstance(self._weights, TermWeights) else {None: self._weights.total}
 
     def _on_host(self, weight: Weight) -> float:
-        return 0.0 if isinstance(weight, torch.Tensor) or not self._is_counted else float(weight)
+        return 0.0 if isinstance(weight, torch.Tensor) or not self._context.is_counted else float(weight)
 
     def _settle(self) -> None:
         """Wait for the sums, and make of them the totals of all ranks. Raises ConfigurationError on every rank that comes here."""
@@ -134,7 +132,7 @@ class RankWeights:
         """The total of weights that were known only after the forward, or were missing."""
         total = self._weights.total
         on_device = float(isinstance(total, torch.Tensor))
-        known = sizes if self._is_counted else ()
+        known = sizes if self._context.is_counted else ()
         squares = sum(size * size for size in known)
         found = self._context.host.sum([self._on_host(total), on_device, len(known), sum(known), squares])
         self.sizes_differ = found[2] * found[4] != found[3] ** 2  # all are equal if and only if these are
@@ -146,7 +144,7 @@ class RankWeights:
         import torch.distributed as dist
 
         nothing = torch.zeros((), dtype=torch.float64, device=self._context.device)
-        known = [weight if isinstance(weight, torch.Tensor) and self._has_losses else nothing for weight in weights]
+        known = [weight if isinstance(weight, torch.Tensor) and self._context.hosts_last_stage else nothing for weight in weights]
         summed = torch.stack([weight.to(nothing) for weight in known])
         group = self._context.group("batch", "pp", "dp", "cp")
         if group is not None:

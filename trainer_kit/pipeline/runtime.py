@@ -72,7 +72,7 @@ class PipelineRunner:
         self._check_stages(dist.get_world_size(group))
         self._transport = Transport(group, context.device)
         self._check = PackCheck(context, self._transport, self._layout.num_stages)
-        self._totals, self._starts = RankWeights(context, has_losses=self.hosts_last_stage), LossStarts(several=True)
+        self._totals, self._starts = RankWeights(context), LossStarts(several=True)
         self._in_lockstep = context.num_tensor_ranks > 1 or any(stage.sync is not None for stage in stages)
         self._recorder: Recorder | None = None
         self._num_recorded = 0  # microbatches
@@ -84,6 +84,10 @@ class PipelineRunner:
             raise ConfigurationError(
                 f"rank {self._context.rank} is number {self._place} of {num_ranks} in its pipeline and has the stages "
                 f"{sorted(self._stages)}, but the schedule has {layout.num_ranks} ranks and puts the stages {list(mine)} here"
+            )
+        if layout != self._context.stage_layout:
+            raise ConfigurationError(
+                f"the programs are for {layout}, but MeshStrategy has {self._context.stage_layout}; give both the same schedule"
             )
         for stage in self._stages.values() if layout.num_stages > 1 else ():
             check_describes_transfers(stage.module, f"stage {stage.index} on rank {self._context.rank}")
@@ -106,7 +110,7 @@ class PipelineRunner:
     @property
     def hosts_last_stage(self) -> bool:
         """Whether losses, metrics and predictions come from this rank."""
-        return self._layout.num_stages - 1 in self._stages
+        return self._context.hosts_last_stage
 
     def run_pack(
         self,
