@@ -162,7 +162,7 @@ def run_identity(recipe: Recipe, table: ParameterTable, strategy: MeshStrategy, 
     config = recipe.config
     identity: dict[str, Any] = {"run_name": config.run_name, "seed": config.seed, "parameters": parameter_digest(table.shapes())}
     frozen = [(row.name, row.parameter) for row in table if not row.trainable]
-    if config.checkpoint_trainable_only and not frozen and context.is_main:
+    if config.checkpoint_trainable_only and all(entry.is_trainable for entry in table.entries if entry.is_parameter) and context.is_main:
         logger.warning("checkpoint_trainable_only=True has no effect: nothing is frozen, so checkpoints hold all weights")
     if config.checkpoint_trainable_only:  # they come from the source model at a resume, which may have changed
         identity["frozen_weights"] = tensors_checksum(frozen, context)

@@ -13,13 +13,16 @@ import torch
 from torch import nn
 
 from trainer_kit.environment import InputsAs, make_autocast
-from trainer_kit.exceptions import ModelError
+from trainer_kit.exceptions import CheckpointError, ConfigurationError, ModelError
+from trainer_kit.mesh.team import Team
 from trainer_kit.model import ModelCaller, StageContext, StageInfo, build_stage
-from trainer_kit.model.transforms import checkpoint_activations, compile_blocks
+from trainer_kit.model.transforms import checkpoint_activations, compile_blocks, unmatched
 from trainer_kit.parameters import ParameterTable
 from trainer_kit.pipeline import PackRunner, SequentialRunner
+from trainer_kit.pipeline.transfer_spec import check_describes_transfers
 from trainer_kit.ties import TiedWeights
-from trainer_kit.weights import load_model_state
+from trainer_kit.weights.loading import load_stages
+from trainer_kit.weights.stages import stage_state
 
 if TYPE_CHECKING:
     from trainer_kit.config import TrainerConfig
@@ -60,23 +63,14 @@ def build_model(provider: ModelProvider, config: TrainerConfig, context: Distrib
     for ctx in contexts:
         dtype = torch.bfloat16 if config.precision == "bf16" else None
         ctx.module = build_stage(provider, context, ctx.stage, seed=config.seed, dtype=dtype)
-        if num_stages > 1 and not any(True for _ in ctx.module.parameters()):
-            raise ModelError(
-                f"stage {ctx.stage.index} of {num_stages} on rank {context.rank} has no parameters; use fewer stages (pp or "
-                "stages_per_rank of MeshStrategy), or give each stage a layer (trainer_kit.model.distribute_layers)"
-            )
     modules = [ctx.built() for ctx in contexts]
-    table = ParameterTable(modules, indices=context.stages, num_stages=num_stages)
+    table = Team.of(context).everywhere(lambda: _table_of(modules, context))
     table.join(context)
-    for ctx, module in zip(contexts, modules, strict=True):
-        if config.source_model is not None:
-            load_model_state(config.source_model, provider.load_mapper(ctx), table.tensors(), aliases=table.aliases)
-        checkpoint_activations(module, config.activation_checkpointing)
-        compile_blocks(module, config.compile)
+    ties = TiedWeights(table.rows, context)
+    _give_values(provider, config, contexts, table, ties)
+    _transform(modules, config, context)
     if context.world_size > 1:
         table.check_contracts(context.dense_sizes())
-    ties = TiedWeights(table.rows, context)
-    ties.share_values()
     if context.num_pipeline_ranks > 1:
         pipeline = _pipeline_runner(modules, config, context)
         return BuiltModel(modules, contexts, table, ties, pipeline, pipeline.fsdp_sync)
@@ -89,6 +83,51 @@ def build_model(provider: ModelProvider, config: TrainerConfig, context: Distrib
         modules=modules,
     )
     return BuiltModel(modules, contexts, table, ties, runner, sync)
+
+
+def _table_of(modules: list[nn.Module], context: DistributedContext) -> ParameterTable:
+    """The table of the stages of this rank. Raises ModelError for one that no pipeline could run."""
+    num_stages = context.stage_layout.num_stages
+    for index, module in zip(context.stages, modules, strict=True) if num_stages > 1 else ():
+        where = f"stage {index} of {num_stages} on rank {context.rank}"
+        check_describes_transfers(module, where)
+        if not any(True for _ in module.parameters()):
+            raise ModelError(
+                f"{where} has no parameters; use fewer stages (pp or stages_per_rank of MeshStrategy), or give each stage a layer "
+                "(trainer_kit.model.distribute_layers)"
+            )
+    return ParameterTable(modules, indices=context.stages, num_stages=num_stages)
+
+
+def _transform(modules: list[nn.Module], config: TrainerConfig, context: DistributedContext) -> None:
+    """Recompute and compile as the settings ask for. A stage of several need not have what they name, but one of them must."""
+    wanted, is_whole = config.activation_checkpointing, context.stage_layout.num_stages == 1
+    if not is_whole and wanted:
+        everywhere = Team.of(context).exchange([unmatched(module, wanted) for module in modules])
+        of_stages = [problems for of_rank in everywhere for problems in of_rank]
+        if problems := [text for text in of_stages[0] if all(text in problems for problems in of_stages)]:
+            raise ConfigurationError(problems[0])
+    for module in modules:
+        checkpoint_activations(module, wanted, is_whole=is_whole)
+        compile_blocks(module, config.compile)
+
+
+def _give_values(
+    provider: ModelProvider, config: TrainerConfig, contexts: list[StageContext], table: ParameterTable, ties: TiedWeights
+) -> None:
+    """Load the stored model state, if there is one, and make weights that several stages hold the same."""
+    path, context = config.source_model, contexts[0].context
+    if path is None:
+        ties.share_values()
+        return
+    given = load_stages(path, lambda: [(provider.load_mapper(ctx), stage_state(table, ctx.stage.index)) for ctx in contexts], context)
+    differing = {name for of_rank in Team.of(context).exchange(ties.share_values(given)) for name in of_rank}
+    if differing:
+        name = min(differing)
+        raise CheckpointError(
+            f"{path} holds different values for the copies of the tied weight {name!r} in the stages {', '.join(map(str, given[name]))}; "
+            "untie the model, or remove all but one from the files"
+        )
 
 
 def _caller(module: nn.Module, config: TrainerConfig) -> Callable[[Any, Any], Any]:

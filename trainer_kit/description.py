@@ -97,9 +97,15 @@ def _model(trainer: Trainer) -> Rows:
     held = sum(row.local.numel() for row in trainer.parameters)
     if held != total:
         rows.append(("on this rank", f"{held:,}"))
-    if trainer.parameters.aliases:
-        rows.append(("tied", ", ".join(f"{alias} = {name}" for alias, name in trainer.parameters.aliases.items())))
+    if tied := _tied(trainer):
+        rows.append(("tied", ", ".join(tied)))
     return [*rows, ("precision", trainer.config.precision)]
+
+
+def _tied(trainer: Trainer) -> list[str]:
+    between = {entry.name: entry.stages for entry in trainer.parameters.entries if len(entry.stages) > 1}
+    inside = [f"{alias} = {name}" for alias, name in trainer.parameters.aliases.items() if name not in between]
+    return inside + [f"{name} in the stages {' and '.join(map(str, stages))}" for name, stages in between.items()]
 
 
 def _batch(trainer: Trainer) -> Rows:
@@ -115,12 +121,12 @@ def _shown(value: Any) -> str:
 def _run(trainer: Trainer) -> Rows:
     steps = "until the data or the time ends" if trainer.total_steps is None else f"{trainer.total_steps:,}"
     rows = [("name", trainer.config.run_name), ("steps", steps), ("finished", f"{trainer.step:,}"), ("task", type(trainer.task).__name__)]
-    if trainer.parameters.trainable():
+    if trainer.parameters.has_trainable:
         recipe = trainer.recipe
         default = " (default)" if recipe.optimizer is None else ""
         rows.append(("optimizer", short_repr(recipe.optimizer_provider()) + default))
         rows.append(("LR schedule", "none" if recipe.lr_scheduler is None else short_repr(recipe.lr_scheduler)))
-    if trainer.parameters.trainable() and trainer.context.device.type != "cpu":
+    if trainer.parameters.has_trainable and trainer.context.device.type != "cpu":
         fused = takes_found_inf(trainer.optimizer)
         if trainer.config.nonfinite == "skip":
             rows.append(("waits for the device", "once per step, because the LR schedule counts updates that were not skipped"))
@@ -132,10 +138,15 @@ def _run(trainer: Trainer) -> Rows:
 
 
 def _mesh(trainer: Trainer) -> Rows:
-    rows = [("ranks", trainer.context.describe())]
-    if trainer.context.world_size > 1:
-        places = [f"{dim} {place}" for dim, place in trainer.context.coordinates().items()]
-        rows.append(("this rank", ", ".join([str(trainer.context.rank), *places])))
+    context = trainer.context
+    rows = [("ranks", context.describe())]
+    if context.num_pipeline_ranks > 1:
+        rows.append(("pipeline", f"{context.strategy.schedule} over {context.stage_layout.num_stages} stages"))
+    if context.world_size > 1:
+        places = [f"{dim} {place}" for dim, place in context.coordinates().items()]
+        rows.append(("this rank", ", ".join([str(context.rank), *places])))
+    if context.num_pipeline_ranks > 1:
+        rows.append(("its stages", ", ".join(map(str, context.stages))))
     return rows
 
 

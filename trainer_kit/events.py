@@ -12,7 +12,7 @@ A callback overrides the method named after an event: `StepEnd` calls `on_step_e
         per step (one optimizer step):
             StepStart                                the pack is on the device
             ForwardBackwardStart
-                MicrobatchEnd                        per microbatch
+                MicrobatchEnd                        per microbatch; with pipeline stages only where the last stage is
             ForwardBackwardEnd
             GradientsReady                           synchronised and divided by the weight: clip here
             BeforeOptimizerStep                      not when the step is skipped
@@ -145,7 +145,11 @@ class ForwardBackwardStart(StepEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicrobatchEnd(StepEvent):
-    """Forward and backward of one microbatch are done. `loss` is detached, of its own microbatch, and on the device."""
+    """Forward and backward of one microbatch are done. `loss` is detached, of its own microbatch, and on the device.
+
+    None: the microbatch has no weight, so it has no loss. With pipeline stages the event comes after the backward of the last one, and only
+    on the ranks that have it (`trainer.context.hosts_last_stage`); other stages are not that far. A schedule decides the order.
+    """
 
     microbatch: int
     loss: torch.Tensor | None

@@ -72,7 +72,7 @@ def explain_settings(owner: str, error: Any, fields: Iterable[str]) -> Configura
     name = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "extra_forbidden":
         return ConfigurationError(f"{owner} has no setting {name!r}; {nearest(name, fields)}")
-    return ConfigurationError(f"{owner}({name}={first['input']!r}): {first['msg']}")
+    return ConfigurationError(f"{owner}({name}={first['input']!r}): {first['msg'].removeprefix('Value error, ')}")
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

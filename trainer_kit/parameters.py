@@ -86,7 +86,7 @@ class ParameterTable:
         self.rows: list[ParameterRow] = []
         self.buffers: dict[str, torch.Tensor] = {}
         self.aliases: dict[str, str] = {}  # every second name -> canonical name
-        self._buffer_stages: dict[str, int] = {}
+        self._of_stages: list[tuple[int, str, torch.Tensor]] = []  # all buffers, with their stage
         self._ties: set[tuple[int, str]] = set()  # (stage, canonical name) of weights of earlier stages
         for index, stage in zip(indices, stages, strict=True):
             self._add(index, stage, tied_parameters(stage) if num_stages > 1 else {})
@@ -107,7 +107,7 @@ class ParameterTable:
                 self.rows.append(ParameterRow(name, tuple(aliases), tensor, index, local, layout, contracts_of(tensor), (index,)))
             else:
                 self.buffers.setdefault(name, tensor)
-                self._buffer_stages.setdefault(name, index)
+                self._of_stages.append((index, name, tensor))
         self._check_complete(stage, names)
 
     def _check_complete(self, stage: nn.Module, known: Collection[torch.Tensor]) -> None:
@@ -131,9 +131,8 @@ class ParameterTable:
             )
             for row in self.rows
         ]
-        for name, buffer in self.buffers.items():
-            stages = (self._buffer_stages[name],)
-            found.append(StateEntry(name, tuple(buffer.shape), buffer.dtype, stages, False, False, False, _cut(layout_of(buffer))))
+        for stage, name, buffer in self._of_stages:
+            found.append(StateEntry(name, tuple(buffer.shape), buffer.dtype, (stage,), False, False, False, _cut(layout_of(buffer))))
         return found
 
     def join(self, context: DistributedContext) -> None:
@@ -174,11 +173,10 @@ class ParameterTable:
                 "parallelize_replicate, parallelize_fsdp, parallelize_hsdp or parallelize_tensor, or freeze them with requires_grad_(False)"
             )
 
-    def extra_states(self) -> dict[str, nn.Module]:
-        """Name -> module, for the modules with `get_extra_state`, which a checkpoint keeps too."""
+    def extra_states(self) -> list[tuple[str, nn.Module]]:
+        """Names and modules with `get_extra_state`, which a checkpoint keeps too. Two stages on this rank may have one of one name."""
         own = nn.Module.get_extra_state
-        named = (item for stage in self._stages for item in stage.named_modules())
-        return {name: module for name, module in named if type(module).get_extra_state is not own}
+        return [item for stage in self._stages for item in stage.named_modules() if type(item[1]).get_extra_state is not own]
 
     def __iter__(self) -> Iterator[ParameterRow]:
         return iter(self.rows)

@@ -200,11 +200,21 @@ def _of_losses(sums: Sequence[tuple[int, Any, float]]) -> dict[str, float]:
     for prefix, term, part in numbers:
         if part == "sum":
             total = by_prefix.setdefault(prefix, LossSums())
-            of_ranks, weights = numbers[prefix, term, "sum"].values(), numbers[prefix, term, "weight"].values()
-            total.sums[term] = torch.tensor(_sum([value for values in of_ranks for value in values]), dtype=torch.float64)
+            weights = numbers[prefix, term, "weight"].values()
+            value, coefficient = _combined(numbers[prefix, term, "sum"], numbers[prefix, term, "coefficient"])
+            total.sums[term] = torch.tensor(value, dtype=torch.float64)
             total.weights[term] = _sum([FOLD["max"](values) for values in weights])
-            total.coefficients[term] = next(iter(numbers[prefix, term, "coefficient"].values()))[0]
+            total.coefficients[term] = coefficient
     return {name: float(value) for prefix, total in by_prefix.items() for name, value in total.values(prefix).items()}
+
+
+def _combined(sums: Mapping[int, Sequence[float]], coefficients: Mapping[int, Sequence[float]]) -> tuple[float, float]:
+    """The sum of a term over all ranks and its coefficient; that of the products, and 1, if the coefficients differ, as in one process."""
+    values = [value for of_data_rank in sums.values() for value in of_data_rank]
+    factors = [factor for of_data_rank in coefficients.values() for factor in of_data_rank]
+    if len(set(factors)) == 1:
+        return _sum(values), factors[0]
+    return _sum([value * factor for value, factor in zip(values, factors, strict=True)]), 1.0
 
 
 def _folded(reduction: str, numbers: Sequence[tuple[float, bool]]) -> torch.Tensor:

@@ -41,18 +41,27 @@ class TiedWeights:
 
     def __init__(self, rows: Sequence[ParameterRow], context: DistributedContext) -> None:
         self._context = context
-        self._rows: dict[str, dict[int, ParameterRow]] = {}  # by name and stage
-        for row in rows:
+        self._rows: dict[str, dict[int, ParameterRow]] = {}  # by name, in one order on all ranks, and stage
+        for row in sorted(rows, key=lambda row: row.name):
             if len(row.stages) > 1:
                 self._rows.setdefault(row.name, {})[row.stage] = row
-        self._group = context.pipeline_group if self._rows else None
+        self._group = context.pipeline_group  # asked for by every rank, as the first to ask makes it
 
     @torch.no_grad()
-    def share_values(self) -> None:
-        """Give all copies the values of the first one."""
+    def share_values(self, given: Mapping[str, Sequence[int]] | None = None) -> list[str]:
+        """Give all copies the values of the first one, or of the first of the stages that were `given` some, by the name of the weight.
+
+        Returns the names of those for which others of these stages have other values on this rank.
+        """
+        differing = []
         for name, values in self._of_all_stages(self._rows, lambda row: row.local.detach()).items():
-            for row in self._rows[name].values():
-                row.local.copy_(values[row.stages[0]])
+            rows = self._rows[name].values()
+            first, *others = (given or {}).get(name) or next(iter(rows)).stages[:1]
+            if not all(same_bits(values[first], values[other]) for other in others):
+                differing.append(name)
+            for row in rows:
+                row.local.copy_(values[first])
+        return differing
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
@@ -90,6 +99,11 @@ class TiedWeights:
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
         return found
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal bit by bit: a NaN equals itself."""
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 def _gradient(row: ParameterRow) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """`TrainingState`: everything that a run needs to go on, collected from its owners and given back to them.
 
-Keys are global parameter names, never ranks or stages, so that any mesh can go on. What each data rank has for itself (metrics and values
-of the running record), and each of its pipeline ranks (random streams), has a key of its own (`checkpoint/per_rank.py`); the other plain
-values are those of rank 0, and of the first rank of a stage what only that stage has. Random streams are restored last, because restoring
-the others may draw.
+Keys are global parameter names, never ranks or stages, so that any mesh can go on. What each data rank, and in a pipeline each of its
+ranks, has for itself (random streams, metrics and values of the running record) has a key of its own (`checkpoint/per_rank.py`); the other
+plain values are those of rank 0. What users keep is that of the last stage, where losses are computed, and of the other stages what that
+one does not have. Random streams are restored last, because restoring the others may draw.
 
 Before editing: `collect` communicates nothing, `collect_together` and `restore` are collectives.
 """
@@ -23,10 +23,10 @@ from trainer_kit.checkpoint.equality import check_equal_on_ranks
 from trainer_kit.checkpoint.identity import check_identity
 from trainer_kit.checkpoint.loader import load
 from trainer_kit.checkpoint.manifest import Manifest, read_manifest
-from trainer_kit.checkpoint.per_rank import decode_state, encode_state, rank_key, rank_keys, share_of
+from trainer_kit.checkpoint.per_rank import RankCounts, decode_state, encode_state, rank_key, saved_counts
 from trainer_kit.checkpoint.tree import flatten_state, merge_values, unflatten_state
 from trainer_kit.description import shown_once
-from trainer_kit.exceptions import CheckpointError, ConfigurationError, nearest
+from trainer_kit.exceptions import ConfigurationError, nearest
 from trainer_kit.loop import TrainingLoop
 from trainer_kit.mesh import DistributedContext
 from trainer_kit.mesh.layout import is_distributed, like, local_of
@@ -51,9 +51,10 @@ from trainer_kit.weights.buffers import share_buffers
 logger = logging.getLogger("trainer_kit")
 
 PARTS = ("model", "optimizer", "schedule", "data", "random", "callbacks", "task")
-OF_STAGES = ("modules", "callbacks")  # parts in which each pipeline stage has entries of its own
+OF_USERS = ("modules", "callbacks", "task")  # in which each pipeline stage can have entries of its own
 OPTIMIZER = "optimizer/tensors/"
-SAME_ON_RANKS = ("modules/", "callbacks/", "task/state/")  # what users keep; one rank's is taken for all
+OF_TASK = "task/state"
+SAME_ON_RANKS = ("modules/", "callbacks/", OF_TASK)  # what users keep; one rank's is taken for all
 
 
 @dataclass
@@ -85,11 +86,20 @@ class TrainingState:
         share_buffers(self.table.buffers, self.context)
         tensors, content = self._collect(values, self.loop.stream.state_of_all_ranks())
         if self.context.num_pipeline_ranks > 1:
-            is_first = self.context.rank == self.context.first_rank_of_stage
-            of_ranks = self.context.host.exchange({part: content[part] for part in OF_STAGES} if is_first else None)
-            content |= merge_values([values for values in of_ranks if values is not None])
+            tensors, content = self._of_all_stages(tensors, content)
         check_equal_on_ranks({name: tensor for name, tensor in tensors.items() if name.startswith(SAME_ON_RANKS)}, self.context)
         return tensors, content
+
+    def _of_all_stages(self, tensors: dict[str, torch.Tensor], content: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
+        """The values of all stages; the tensors of the task, which computes on the last stage, as that one has them if it does."""
+        context = self.context
+        mine = {part: content[part] for part in OF_USERS}, [name for name in tensors if name.startswith(OF_TASK)]
+        of_ranks = context.host.exchange(mine if context.rank == context.first_rank_of_stage else None)
+        of_stages = [found for found in of_ranks if found is not None]
+        last = of_stages.pop(context.stage_layout.ranks[-1])
+        merged = merge_values([values for values, _ in (last, *of_stages)])
+        left_out = () if context.hosts_last_stage else last[1]
+        return {name: tensor for name, tensor in tensors.items() if name not in left_out}, content | merged
 
     def _collect(self, of_optimizer: dict[str, Any], of_data: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
         loop, run = self.loop, self.loop.run
@@ -100,9 +110,9 @@ class TrainingState:
                     "epoch": run.epoch,
                     "total_steps": run.total_steps,
                     "skipped": loop.guard.num_skipped,
-                    **self._num_ranks(),
+                    **RankCounts.of(self.context).values(),
                 },
-                "modules": {name: module.get_extra_state() for name, module in self.table.extra_states().items()},
+                "modules": {name: module.get_extra_state() for name, module in self.table.extra_states()},
                 "optimizer": {"values": of_optimizer, "groups": group_values(self.loop.update.optimizer)},
                 "schedule": None if loop.lr_scheduler is None else loop.lr_scheduler.state_dict(),
                 "data": of_data,
@@ -117,15 +127,13 @@ class TrainingState:
         return tensors | self._of_this_rank(), values
 
     def _of_this_rank(self) -> dict[str, torch.Tensor]:
-        """What the peers of this rank do not save for it."""
-        found = {}
-        if self.context.tensor_rank == 0:
-            found[rank_key("random", self.context.random_rank)] = encode_state(self.random.state_dict())
-        if self.context.is_counted:
-            metrics = {name: metric.state_dict() for name, metric in self.loop.metrics.items() if hasattr(metric, "state_dict")}
-            running = {"metrics": metrics, "records": self.loop.records.state_dict()}
-            found[rank_key("task", self.context.data_rank)] = encode_state(running)
-        return found
+        """What this rank has for itself, and its tensor peers have too."""
+        if self.context.tensor_rank > 0:
+            return {}
+        of_last = self.loop.metrics.items() if self.context.hosts_last_stage else ()
+        metrics = {name: metric.state_dict() for name, metric in of_last if hasattr(metric, "state_dict")}
+        states = {"random": self.random.state_dict(), "task": {"metrics": metrics, "records": self.loop.records.state_dict()}}
+        return {rank_key(part, self.context.random_rank): encode_state(state) for part, state in states.items()}
 
     def restore(self, path: str, parts: Sequence[str] | None, *, verify: bool = True) -> int:
         """Bring the run to the state in the folder `path`; returns its number of finished steps.
@@ -149,7 +157,9 @@ class TrainingState:
         prefixes = [f"{part}/" for part in chosen]
         values = load(path, templates, prefixes=prefixes, manifest=mine, verify=verify, context=self.context)
         found = {part: unflatten_state(templates, values[part], without=others) for part in (*chosen, "progress") if part in values}
-        self._apply(found, templates, chosen, everything=parts is None)
+        if "model" in chosen:
+            self.ties.share_values()
+        Team.of(self.context).everywhere(lambda: self._apply(found, templates, chosen, everything=parts is None))
         return manifest.step
 
     def check_identity(self, path: str) -> list[str]:
@@ -158,8 +168,7 @@ class TrainingState:
 
     def _templates(self, manifest: Manifest, chosen: Sequence[str]) -> tuple[dict[str, torch.Tensor], Manifest, set[str]]:
         """Tensors to load into, the checkpoint as far as it concerns this rank, and the keys of the rest."""
-        live = self.collect()[0]
-        others = self._of_others(manifest, live)
+        live, others = self.collect()[0], self._of_others(manifest)
         mine = manifest.without(others)
         templates: dict[str, torch.Tensor] = {}
         if "optimizer" in chosen:
@@ -173,27 +182,29 @@ class TrainingState:
                 templates[name] = _new_tensor(record, live.get(name))
         return templates, mine, others
 
-    def _of_others(self, manifest: Manifest, live: Mapping[str, torch.Tensor]) -> set[str]:
+    def _of_others(self, manifest: Manifest) -> set[str]:
         """The keys that do not concern this rank: of other ranks, of parameters that are updated on these, and of other stages."""
-        num_saved, num_random = _num_saved(manifest)
-        keys = {*rank_keys("task", num_saved), *rank_keys("random", num_random)}
-        keys -= {rank_key("task", rank) for rank in self._share(num_saved)}
-        if (num_saved, num_random) == (self.context.num_data_ranks, self.context.num_random_ranks):
-            keys.remove(rank_key("random", self.context.random_rank))
-        on_other_stages = self.table.elsewhere
+        saved = saved_counts(manifest)
+        mine = set(self._own_keys("task", saved))
+        if saved == RankCounts.of(self.context):
+            mine.update(self._own_keys("random", saved))
+        keys = {*saved.keys("task"), *saved.keys("random")} - mine
+        modules, on_other_stages = {name for name, _ in self.table.extra_states()}, self.table.elsewhere
         for name in manifest.tensors:
             if name.startswith(OPTIMIZER):
                 is_other = _parameter_of(name) in self.loop.update.elsewhere
-            elif name.startswith("modules/") and on_other_stages:
-                is_other = name not in live
+            elif name.startswith("modules/"):
+                is_other = name.split("/")[1] not in modules
             else:  # what is kept for each parameter has its name at the end
                 is_other = name.rsplit("/", 1)[-1] in on_other_stages
             if is_other:
                 keys.add(name)
         return keys
 
-    def _share(self, num_saved: int) -> range:
-        return share_of(self.context.data_rank, self.context.num_data_ranks, num_saved)
+    def _own_keys(self, part: str, saved: RankCounts) -> list[str]:
+        """Of those that so many ranks saved for a part."""
+        now = RankCounts.of(self.context)
+        return [rank_key(part, rank) for rank in now.share(saved, self.context.random_rank)]
 
     def _optimizer_templates(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         saved = {name.removeprefix(OPTIMIZER): record for name, record in manifest.tensors.items() if name.startswith(OPTIMIZER)}
@@ -205,13 +216,11 @@ class TrainingState:
 
     def _apply(self, found: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], chosen: Sequence[str], *, everything: bool) -> None:
         loop, progress = self.loop, found["progress"]
-        if "model" in chosen:
-            self.ties.share_values()
         if "optimizer" in chosen:
             self._restore_optimizer(found["optimizer"], tensors)
         if everything:
             loop.run.step, loop.run.epoch, loop.guard.num_skipped = progress["step"], progress["epoch"], progress["skipped"]
-        for name, module in self.table.extra_states().items() if "modules" in chosen else ():
+        for name, module in self.table.extra_states() if "modules" in chosen else ():
             if name in found["modules"]:
                 module.set_extra_state(found["modules"][name])
         if "schedule" in chosen:
@@ -222,7 +231,7 @@ class TrainingState:
             self._restore_callbacks(found["callbacks"])
         if "task" in chosen:
             self.task.load_state_dict(found["task"]["state"])
-            self._restore_running([decode_state(tensors[rank_key("task", rank)]) for rank in self._share(progress["num_data_ranks"])])
+            self._restore_running([decode_state(tensors[key]) for key in self._own_keys("task", RankCounts.from_values(progress))])
         if "random" in chosen:
             self._restore_random(progress, tensors)
 
@@ -245,25 +254,22 @@ class TrainingState:
                 loop.lr_scheduler.load_state_dict(saved)
 
     def _restore_running(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
-        """The metrics and values of the record in progress, from the data ranks for which this one stands."""
-        self.loop.records.load_state_dict(of_ranks[0]["records"] if of_ranks else {})
+        """The metrics and values of the record in progress, from the ranks for which this one stands."""
+        of_first = [state["records"] for state in reversed(of_ranks)]  # what several have is that of the first
+        parts = ("values", "reductions")
+        self.loop.records.load_state_dict({part: dict(item for state in of_first for item in state[part].items()) for part in parts})
         for name, metric in self.loop.metrics.items():
             remark = load_merged(metric, [state["metrics"][name] for state in of_ranks if name in state["metrics"]])
             if remark is not None:
                 self._remark("metric %r: %s", name, remark)
 
     def _restore_random(self, progress: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
-        context = self.context
-        then, now = ((each["num_data_ranks"], each["num_random_ranks"]) for each in (progress, self._num_ranks()))
+        then, now = RankCounts.from_values(progress), RankCounts.of(self.context)
         if then == now:
-            self.random.load_state_dict(decode_state(tensors[rank_key("random", context.random_rank)]))
+            self.random.load_state_dict(decode_state(tensors[rank_key("random", self.context.random_rank)]))
         else:
             self.random.start_anew(progress["step"])
-            text = "the checkpoint is of %s, this run has %s: random streams begin anew, from seed, step and rank"
-            self._remark(text, *(_ranks_in_words(*each) for each in (then, now)))
-
-    def _num_ranks(self) -> dict[str, int]:
-        return {"num_data_ranks": self.context.num_data_ranks, "num_random_ranks": self.context.num_random_ranks}
+            self._remark("the checkpoint is of %s, this run has %s: random streams begin anew, from seed, step and rank", then, now)
 
     def _others(self) -> list[Callback]:
         """The callbacks without the task, which is saved as the task."""
@@ -284,28 +290,6 @@ class TrainingState:
         """Say once for all ranks what is not as it was."""
         if self.context.is_main:
             logger.warning(f"resuming: {text}", *arguments)
-
-
-def _num_saved(manifest: Manifest) -> tuple[int, int]:
-    """The data ranks that saved it, and the ranks with random streams of their own. Raises CheckpointError unless each part that they have
-    for themselves is there as often."""
-    progress = manifest.values.get("progress") if isinstance(manifest.values, dict) else None
-    progress = progress if isinstance(progress, dict) else {}
-    counts = []
-    for part, saved_by in (("task", "num_data_ranks"), ("random", "num_random_ranks")):
-        count = sum(name.startswith(rank_key(part, "")) for name in manifest.tensors)
-        if count != progress.get(saved_by) or any(key not in manifest.tensors for key in rank_keys(part, count)):
-            raise CheckpointError(
-                f"the checkpoint has {saved_by}={progress.get(saved_by)} and holds {part!r} of {count}; no run saves such a one: it was "
-                "altered, or saved by something else than a Trainer"
-            )
-        counts.append(count)
-    return counts[0], counts[1]
-
-
-def _ranks_in_words(num_data_ranks: int, num_random_ranks: int) -> str:
-    stages = num_random_ranks // num_data_ranks
-    return f"{num_data_ranks} data ranks" + (f" with {stages} pipeline ranks each" if stages > 1 else "")
 
 
 def _parameter_of(key: str) -> str:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from tests.optim.on_ranks import MESHES, SHAPES, Model, context_of, put, shard, values_of
+from tests.ranks.staged import staged
 from tests.support import quiet_trainer
 from trainer_kit import AutoDataProvider, ForwardInputs, MeshStrategy, ModelProvider, Task, events
 from trainer_kit.callbacks import EMA
@@ -123,3 +124,28 @@ def test_a_run_on_two_ranks_has_the_averages_of_one_process():
         for name, (box, weight, average) in parts.items():
             torch.testing.assert_close(weight, expected[name][1][box], rtol=1e-9, atol=1e-12)
             torch.testing.assert_close(average, expected[name][2][box], rtol=1e-9, atol=1e-12)
+
+
+def job_stages(layout):
+    """Whether all copies of the weights are the averages inside, and what they were afterwards; the averages."""
+    ema = EMA(decay=0.5)
+    trainer = staged(layout, ema, model={"tie": True}, optimizer=AdamW(lr=0.1), total_steps=3)
+    trainer.fit()
+    weights = [row.local.detach().clone() for row in trainer.parameters]
+    with ema.applied(trainer):
+        inside = all(torch.equal(row.local, ema.averages[row.name]) for row in trainer.parameters)
+    after = all(torch.equal(row.local, weight) for row, weight in zip(trainer.parameters, weights, strict=True))
+    found = {name: average.clone() for name, average in ema.averages.items()}
+    trainer.close()
+    return len(weights), inside and after, found
+
+
+def test_stages_have_the_averages_of_one_process():
+    """Contract 12: two copies of a tied weight on one rank have one average, and both get it."""
+    (_, _, expected), *_ = run_on_ranks(1, job_stages, "one")
+    results = run_on_ranks(2, job_stages, "zbv")
+    assert [num - len(found) for num, _, found in results] == [2, 0] and all(good for _, good, _ in results)
+    for _, _, found in results:
+        for name, average in found.items():
+            assert torch.allclose(average, expected[name], rtol=1e-5, atol=1e-6), name
+    assert results[0][2].keys() | results[1][2].keys() == expected.keys()

@@ -48,6 +48,7 @@ SHIPPED = {
     "GradientClipping": lambda folder: c.GradientClipping(0.5),
     "JSONLines": lambda folder: c.JSONLines(folder / "m.jsonl"),
     "MemoryMonitor": lambda folder: c.MemoryMonitor(),
+    "PipelineTimeline": lambda folder: c.PipelineTimeline(folder / "timeline.svg"),
     "Profiler": lambda folder: c.Profiler(folder / "traces", wait=0, warmup=1, active=1),
     "Progress": lambda folder: c.Progress(),
     "Signals": lambda folder: c.Signals(),
@@ -129,6 +130,7 @@ def warm():
     torch.profiler.profile().start()
 
 
+@pytest.mark.filterwarnings("ignore:PipelineTimeline draws nothing")
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_life_of_a_callback(name, tmp_path):
     """Contract 42 and B79: construction, description, two fits, save, load, an error, close."""
@@ -156,6 +158,7 @@ def test_life_of_a_callback(name, tmp_path):
     failing.close()
 
 
+@pytest.mark.filterwarnings("ignore:PipelineTimeline draws nothing")
 @pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()])
 def test_all_together_leave_nothing_behind_after_an_error(tmp_path, error):
     """Contract 42, B71, B72, B79, B82, B130: any exit; what was recorded before the error is readable."""

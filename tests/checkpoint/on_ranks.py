@@ -18,7 +18,7 @@ from trainer_kit.exceptions import CheckpointError
 from trainer_kit.mesh.layout import layout_of, like, local_of
 from trainer_kit.storage import Folder
 from trainer_kit.weights import items_of, write_model_state
-from trainer_kit.weights.whole import whole_on_main
+from trainer_kit.weights.whole import whole_on_first
 
 KEYS = ("exp_avg", "exp_avg_sq")
 
@@ -91,7 +91,7 @@ def empty(context):
 
 def whole(tensors, context):
     """On rank 0 the whole tensors; None elsewhere."""
-    found = {name: whole_on_main(tensor, context) for name, tensor in tensors.items()}
+    found = {name: whole_on_first(tensor, context) for name, tensor in tensors.items()}
     return found if context.is_main else None
 
 

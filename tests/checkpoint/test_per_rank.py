@@ -9,7 +9,8 @@ import torchmetrics
 from tests.support import MeanTask
 from trainer_kit import MeshStrategy
 from trainer_kit.checkpoint.equality import SAMPLE, check_equal_on_ranks
-from trainer_kit.checkpoint.per_rank import decode_state, encode_state, rank_key, rank_keys, share_of
+from trainer_kit.checkpoint.manifest import Manifest
+from trainer_kit.checkpoint.per_rank import RankCounts, decode_state, encode_state, rank_key, saved_counts, share_of
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.metrics import Max, Mean, Sum
 from trainer_kit.metrics.merge import load_merged
@@ -58,7 +59,43 @@ def test_every_saved_rank_has_one_heir(num_saved, num_now):
     shares = [share_of(rank, num_now, num_saved) for rank in range(num_now)]
     assert [rank for share in shares for rank in share] == list(range(num_saved))
     assert num_saved != num_now or shares == [range(rank, rank + 1) for rank in range(num_now)]
-    assert rank_keys("task", 2) == ["task/ranks/0", rank_key("task", 1)]
+
+
+def test_pipeline_ranks_have_state_of_their_own():
+    """The same on the same mesh; on another one whole data ranks, with all their stages."""
+    counts = RankCounts(2, 3)
+    assert counts.keys("task")[:2] == ["task/ranks/0", rank_key("task", 1)] and len(counts.keys("task")) == 6
+    assert [counts.share(counts, rank) for rank in range(6)] == [range(rank, rank + 1) for rank in range(6)]
+    assert RankCounts(1, 1).share(counts, 0) == range(6)
+    assert [counts.share(RankCounts(1, 1), rank) for rank in range(6)] == [range(0)] * 3 + [range(1)] * 3
+    assert [counts.share(RankCounts(2, 2), rank) for rank in range(6)] == [range(2)] * 3 + [range(2, 4)] * 3
+    assert [str(each) for each in (counts, RankCounts(2, 1))] == ["2 data ranks with 3 pipeline ranks each", "2 data ranks"]
+
+
+def manifest_of(progress, keys):
+    return Manifest(step=1, identity={}, values={"progress": progress}, tensors=dict.fromkeys(keys), files={})
+
+
+@pytest.mark.parametrize(
+    "progress, lost, more",
+    [
+        ({"num_data_ranks": 2, "num_pipeline_ranks": 2}, "random/ranks/3", ()),
+        ({"num_data_ranks": 2, "num_pipeline_ranks": 2}, None, ("task/ranks/4",)),
+        ({"num_data_ranks": 2, "num_pipeline_ranks": 2}, "task/ranks/3", ("task/ranks/x",)),
+        ({"num_data_ranks": 10**12, "num_pipeline_ranks": 10**12}, None, ()),
+        ({"num_data_ranks": -2, "num_pipeline_ranks": -2}, None, ()),
+        ({"num_data_ranks": True, "num_pipeline_ranks": "4"}, None, ()),
+        ({"num_data_ranks": 4}, None, ()),
+        (None, None, ()),
+    ],
+)
+def test_a_checkpoint_with_other_ranks_than_it_says_is_refused(progress, lost, more):
+    """Promise 5, B25."""
+    counts = RankCounts(2, 2)
+    keys = [*counts.keys("random"), *counts.keys("task"), "model/w"]
+    assert saved_counts(manifest_of(counts.values(), keys)) == counts
+    with pytest.raises(CheckpointError, match="no run saves such a one"):
+        saved_counts(manifest_of(progress, [*(set(keys) - {lost}), *more]))
 
 
 def test_metrics_of_several_ranks_become_one():
@@ -109,13 +146,13 @@ def test_a_metric_that_cannot_merge_goes_on_with_one_and_says_so():
 
 
 def job_equal(kind: str) -> str:
-    context = MeshStrategy(device="cpu").build()
+    context = MeshStrategy(device="cpu", **({"pp": 2} if kind.startswith("stages") else {})).build()
     tensors = {"callbacks/x": torch.arange(10.0), "callbacks/large": torch.zeros(3 * SAMPLE)}
-    if kind == "other value" and context.rank:
+    if kind in ("other value", "stages, other value") and context.rank:
         tensors["callbacks/x"] = tensors["callbacks/x"] + 1e-6
     if kind == "other kind" and context.rank:
         tensors["callbacks/large"] = torch.zeros(3 * SAMPLE, dtype=torch.int32)
-    if kind == "only on 1" and context.rank:
+    if kind in ("only on 1", "stages") and context.rank:
         tensors["callbacks/y"] = torch.ones(1)
     if kind == "only on 0" and not context.rank:
         tensors["callbacks/y"] = torch.ones(1)
@@ -134,6 +171,8 @@ def job_equal(kind: str) -> str:
         ("other value", "callbacks/x on rank 1 differs from that on rank 0"),
         ("other kind", "callbacks/large on rank 1 differs from that on rank 0"),
         ("only on 1", "callbacks/y on rank 1 is not there on rank 0"),
+        ("stages", ""),
+        ("stages, other value", "callbacks/x on rank 1 differs from that on rank 0"),
     ],
 )
 def test_tensors_that_differ_between_ranks_are_not_merged(kind, said):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from trainer_kit.checkpoint import flatten_state, unflatten_state
+from trainer_kit.checkpoint.tree import merge_values
 from trainer_kit.exceptions import CheckpointError
 
 
@@ -55,6 +56,33 @@ def test_ordered_dict_is_a_dict_and_parameters_lose_their_graph():
     tensors, values = flatten_state({"model": OrderedDict(w=torch.nn.Parameter(torch.ones(1)))})
     assert not tensors["model/w"].requires_grad
     assert type(unflatten_state(tensors, values)["model"]) is dict
+
+
+def test_values_of_several_ranks_become_one():
+    """Every entry, at any depth; where two say different things the first one is right; keys that JSON has not, and lists of one length."""
+    first = {"a": 1, "n": {2: "two", "x": (1,)}, "l": [{"u": 0}, 5], "e": {}, "only": math.nan}
+    second = {"a": 9, "n": {1: "one", 2: "no", -(2**70): 0}, "l": [{"v": 1}, 6], "e": {3: {}}, "$y": [1, 2]}
+    third = {"n": [], "l": [1, 2, 3]}
+    merged = merge_values([flatten_state(each)[1] for each in (first, second, third)])
+    found = unflatten_state({}, json.loads(json.dumps(merged, allow_nan=False)))
+    assert math.isnan(found.pop("only"))
+    assert found == {
+        "a": 1, "n": {2: "two", "x": (1,), 1: "one", -(2**70): 0}, "l": [{"u": 0, "v": 1}, 5], "e": {3: {}}, "$y": [1, 2],
+    }  # fmt: skip
+    assert merge_values([3, {"a": 1}]) == 3 and merge_values([{"$tuple": [1]}, {"a": 1}]) == {"$tuple": [1]}
+
+
+def test_what_concerns_others_is_left_out():
+    """In dicts of any kind and depth, also inside of lists."""
+    t = torch.ones(1)
+    state = {"d": {"mine": t, "theirs": t}, "l": [({"theirs": t},)], "i": {1: {"theirs": t}, "theirs": t, "mine": t}}
+    tensors, values = flatten_state(state)
+    without = {key for key in tensors if key.endswith("theirs")}
+    kept = {key: tensor for key, tensor in tensors.items() if key not in without}
+    assert len(without) == 4
+    assert unflatten_state(kept, values, without=without) == {"d": {"mine": t}, "l": [({},)], "i": {1: {}, "mine": t}}
+    with pytest.raises(CheckpointError, match="theirs' is missing"):
+        unflatten_state(kept, values)
 
 
 class Colour(enum.IntEnum):

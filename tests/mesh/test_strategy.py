@@ -64,12 +64,59 @@ def test_degrees_are_checked_before_any_process_group(launched):
         MeshStrategy(dp_replicate=2, tp=2).build()
 
 
-@pytest.mark.parametrize("degrees", [{"pp": 2}, {"cp_shard": 2}, {"cp_replicate": 2}, {"ep": 2}])
+@pytest.mark.parametrize("degrees", [{"cp_shard": 2}, {"cp_replicate": 2}, {"ep": 2}])
 def test_what_is_not_there_yet_is_refused(launched, degrees):
     """B146: before anything was started."""
     (name,) = degrees
     with pytest.raises(UnsupportedError, match=rf"{name}=2"):
         MeshStrategy(**degrees).build()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pp": 2, "pipeline": "zbv", "stages_per_rank": 3}, r"'zbv' needs exactly 2 stages per rank, got 3.*interleaved_1f1b"),
+        ({"pp": 2, "pipeline": "1f1b", "stages_per_rank": 2}, r"'1f1b' needs exactly 1 stage per rank, got 2"),
+        ({"pp": 2, "stages_per_rank": 2}, r"'1f1b' needs exactly 1 stage per rank"),
+        ({"pipeline": "1f1b"}, r"pipeline='1f1b'.*no effect with pp=1"),
+        ({"stages_per_rank": 1}, r"stages_per_rank=1.*no effect with pp=1"),
+        ({"pp": 3}, r"pp 3.*2 ranks"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(launched, options, words):
+    """Contracts 9, 22 and 45: before anything was started."""
+    with pytest.raises(ConfigurationError, match=words):
+        MeshStrategy(**options).build()
+
+
+def test_a_schedule_that_splits_needs_fsdp_per_pack(launched, monkeypatch):
+    """Contract 23: before anything was started; other schedules do not split, and without shards there is nothing to reduce."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for schedule in ("zb1p", "zbv", "dualpipe_v"):
+        with pytest.raises(ConfigurationError, match=rf"pipeline='{schedule}'.*fsdp_sync='pack'"):
+            MeshStrategy(pp=2, dp_shard=2, dp_replicate=1, pipeline=schedule).build()
+    for options in ({"fsdp_sync": "pack", "dp_shard": 2, "pipeline": "zbv"}, {"dp_shard": 2}, {"dp_replicate": 2, "pipeline": "zbv"}):
+        strategy = MeshStrategy(pp=2, **({"dp_replicate": 1} | options))
+        strategy._check_effect(strategy.resolve(4), Place(1, 4, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pipeline": "1f1bb"}, r"pipeline='1f1bb'\): there is no pipeline schedule '1f1bb'; did you mean '1f1b'\?"),
+        ({"pipeline": "x"}, r"valid names: 1f1b, dualpipe_v, gpipe, interleaved_1f1b, looped_bfs, zb1p, zbv$"),
+        ({"pipeline": "forward_only_v"}, r"'forward_only_v' has no backwards; choose one that trains"),
+        ({"stages_per_rank": 0}, r"stages_per_rank=0"),
+    ],
+)
+def test_a_pipeline_that_there_is_not_is_refused_at_once(options, words):
+    with pytest.raises(ConfigurationError, match=words):
+        MeshStrategy(pp=2, **options)
+
+
+def test_names_of_schedules_may_be_written_otherwise():
+    """Two scripts that mean the same schedule have the same settings."""
+    assert MeshStrategy(pp=2, pipeline="Interleaved-1F1B").pipeline == "interleaved_1f1b" and MeshStrategy(pp=2).schedule == "1f1b"
 
 
 def test_a_field_without_effect_is_refused_or_told(launched, monkeypatch, caplog):

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer_kit.exceptions import ConfigurationError, ModelError, UnsupportedError
+from trainer_kit import CausalLMTask
+from trainer_kit.exceptions import ConfigurationError, ModelError
 from trainer_kit.mesh import DistributedContext, MeshStrategy
 from trainer_kit.model import ModelCaller, StageInfo, build_stage
 from trainer_kit.models import Decoder, DecoderConfig, generate, num_flops_per_token
@@ -23,9 +24,25 @@ def build(config=CONFIG, **options):
 
 
 def test_logits_have_the_shape_of_the_ids_and_the_vocabulary():
+    """The stage form, alone or as what `CausalLMTask` makes of a mapping."""
     model = build()
-    for inputs in (IDS, (IDS,), {"input_ids": IDS}):
-        assert ModelCaller(model)(inputs).shape == (2, 7, 11)
+    for batch in (IDS, {"input_ids": IDS, "labels": IDS}):
+        given = CausalLMTask().build_forward_inputs(batch)
+        assert ModelCaller(model)(given.inputs, given.shared).shape == (2, 7, 11)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ((IDS,), r"in a tuple, expected token ids \(batch, length\)"),
+        (IDS[0], r"of shape \(7,\)"),
+        ({"input_ids": IDS, "attention_mask": IDS}, r"\['attention_mask', 'input_ids'\], expected token ids"),
+    ],
+)
+def test_inputs_of_another_kind_are_refused(inputs, words):
+    """A mask would be left out silently."""
+    with pytest.raises(ModelError, match=words):
+        ModelCaller(build())(inputs)
 
 
 def test_a_later_token_changes_no_earlier_logits():
@@ -139,24 +156,48 @@ def test_flops_per_token_are_three_times_the_counted_forward():
     assert num_flops_per_token(tied, 8) == num_flops_per_token(config, 8)
 
 
-def test_stages_hold_their_layers_under_global_names():
+def parts_of(config, num_stages):
+    return [build_stage(lambda stage: Decoder(config, stage), CONTEXT, StageInfo(index, num_stages), seed=0) for index in range(num_stages)]
+
+
+@pytest.mark.parametrize("inputs", [IDS, {"input_ids": IDS}])
+def test_stages_hold_their_layers_under_global_names(inputs):
+    """Contract 11: initial values are those of the whole model, and so are the logits. What goes on is what `stage_transfer_spec` says."""
     config = replace(CONFIG, num_layers=5)
     whole = build_stage(lambda stage: Decoder(config, stage), CONTEXT, seed=0)
-    parts = [build_stage(lambda stage: Decoder(config, stage), CONTEXT, StageInfo(index, 3), seed=0) for index in range(3)]
+    parts = parts_of(config, 3)
     found = {name: value for part in parts for name, value in part.state_dict().items()}
     assert sum(len(part.state_dict()) for part in parts) == len(found)
     assert found.keys() == whole.state_dict().keys()
     assert all(torch.equal(found[name], value) for name, value in whole.state_dict().items())
-    x = IDS
-    for part in parts:
-        x = part(x)
+    x = inputs
+    for index, part in enumerate(parts):
+        x = part(x, None)
+        for boundary, other in (("outgoing", index), ("incoming", index + 1)) if index < 2 else ():
+            spec = parts[other].stage_transfer_spec(inputs, boundary)
+            assert spec.is_meta and (spec.shape, spec.dtype) == (x.shape, x.dtype)
     torch.testing.assert_close(x, whole(IDS))
 
 
-def test_what_a_stage_refuses():
-    with pytest.raises(UnsupportedError, match="tie_embeddings"):
-        Decoder(replace(CONFIG, tie_embeddings=True), StageInfo(0, 2))
-    with pytest.raises(UnsupportedError, match="num_layers=2"):
+def test_stages_of_another_precision_say_so():
+    parts = [
+        build_stage(lambda stage: Decoder(CONFIG, stage), CONTEXT, StageInfo(index, 2), seed=0, dtype=torch.bfloat16) for index in (0, 1)
+    ]
+    assert parts[0](IDS).dtype == parts[1].stage_transfer_spec(IDS, "incoming").dtype == torch.bfloat16
+
+
+def test_tied_embeddings_of_stages_are_declared():
+    """Contract 12: the head is a weight of its own on the last stage, with the name of the first one's."""
+    config = replace(CONFIG, tie_embeddings=True)
+    first, middle, last = parts_of(replace(config, num_layers=3), 3)
+    assert first.tied_parameters() == middle.tied_parameters() == {} and last.tied_parameters() == {"head.weight": "embedding.weight"}
+    assert last.head.weight.shape == first.embedding.weight.shape
+    assert build(config).tied_parameters() == {}, "in one stage it is one parameter"
+    assert parts_of(CONFIG, 2)[1].tied_parameters() == {}
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ConfigurationError, match="num_layers=2 cannot be cut into num_stages=3"):
         Decoder(CONFIG, StageInfo(0, 3))
 
 

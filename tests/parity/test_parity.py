@@ -1,4 +1,4 @@
-"""A small sample of `any_mesh.py` and `resume_matrix.py`: a few steps on a few meshes, in fp64. Promises 1 and 2 of the design."""
+"""A small sample of `any_mesh.py`, `resume_matrix.py` and `pipelines.py`: a few steps on a few meshes. Promises 1 and 2 of the design."""
 
 import shutil
 
@@ -6,6 +6,8 @@ import pytest
 
 from tests.parity.any_mesh import order, peers_are_equal, relative, run, weights_difference
 from tests.parity.meshes import Spec
+from tests.parity.pipeline_runs import Case, Layout, Variant
+from tests.parity.pipelines import GRADIENT_LIMIT, LIMIT, cell, measure, resumed
 
 STEPS = 8  # more than an epoch of 7 packs, the last of which is short
 
@@ -56,3 +58,25 @@ def test_a_mesh_resumes_what_another_one_saved(saved, resumed, tmp_path):
     else:
         assert relative(found.losses, whole.losses[5:]) <= 1e-9
         assert weights_difference(f"{tmp_path}/resumed", f"{tmp_path}/whole") <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("layout", "frozen_layers"),
+    [(Layout("pp 2", "zbv", 2), 0), (Layout("pp 4", "1f1b", 1), 1), (Layout("pp 2 x dp_shard 2", "zb1p", 1), 0)],
+)
+def test_a_pipeline_gives_the_run_of_one_process(layout, frozen_layers, tmp_path):
+    """Contracts 1, 7, 8, 11, 12, 13 and 22: initial weights, gradients for several numbers of microbatches, ten steps; one head tied to the
+    embedding of the first stage, one stage frozen, and data ranks with unequal packs."""
+    variant = Variant(layout.num_layers, is_tied=not frozen_layers, frozen_layers=frozen_layers)
+    cases = [Case(layout, variant, "gradients"), Case(layout, variant, "training")]
+    for by_rank in measure(cases, str(tmp_path), (1, 3, 4)):
+        assert all(each.initial_is_equal for each in by_rank)
+        assert max(max(each.losses, each.norms, each.weights) for each in by_rank) <= LIMIT
+        assert max(each.gradients for each in by_rank) <= GRADIENT_LIMIT
+
+
+def test_a_pipeline_resumes_what_another_one_saved(tmp_path):
+    """Contracts 17 and 27, promise 2: bitwise on the same layout, to rounding on another."""
+    layouts = [Layout(), Layout("pp 2", "zbv", 2)]
+    for number, row in enumerate(resumed(layouts, str(tmp_path))):
+        assert all(cell(by_rank, must_be_same=other == number)[1] for other, by_rank in enumerate(row))

@@ -13,7 +13,7 @@ from trainer_kit.exceptions import CheckpointError, ModelError
 from trainer_kit.weights import StateGroup, StateItem, StateMapper, items_of, write_model_state
 from trainer_kit.weights.buffers import share_buffers
 from trainer_kit.weights.export import mapped_items
-from trainer_kit.weights.whole import whole_on_main
+from trainer_kit.weights.whole import whole_on_first
 
 
 class Stack(StateMapper):
@@ -48,7 +48,7 @@ def sharded(context, dim=0):
 
 def export_through_a_mapper(folder):
     context = context_of(dp_shard=2)
-    return write_model_state(folder, mapped_items(sharded(context), Stack(), context), context=context)
+    return write_model_state(folder, mapped_items(items_of(sharded(context), context), Stack()), context=context)
 
 
 class Disk:
@@ -81,12 +81,12 @@ def gather_parts():
     from torch.distributed.tensor import Shard, distribute_tensor
 
     context = context_of(dp_shard=2)
-    columns = whole_on_main(sharded(context, dim=1)["a"], context)
+    columns = whole_on_first(sharded(context, dim=1)["a"], context)
     mesh = context.mesh_for("dense")["dp_cp_shard"]
     small = torch.arange(5, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    float8 = whole_on_main(distribute_tensor(small, mesh, [Shard(0)], src_data_rank=None), context)
+    float8 = whole_on_first(distribute_tensor(small, mesh, [Shard(0)], src_data_rank=None), context)
     try:
-        whole_on_main(distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None), context)
+        whole_on_first(distribute_tensor(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None), context)
     except ModelError as error:
         return columns, None if float8 is None else float8.view(torch.uint8), str(error)
     return None
@@ -101,3 +101,21 @@ def share(degrees):
     buffers = dict(norm.named_buffers())
     first = share_buffers(buffers, context)
     return first, share_buffers(buffers, context), {name: buffer.tolist() for name, buffer in buffers.items()}
+
+
+def share_on_stages():
+    """As `share`, where the first stage has a constant buffer alone; and how many exchanges each of two calls took."""
+    context = context_of(pp=2, dp_replicate=2)
+    buffers = {"table": torch.arange(4.0)}
+    if context.pipeline_rank == 1:
+        norm = nn.BatchNorm1d(2)
+        norm(torch.full((3, 2), float(context.data_rank)) + torch.arange(3.0)[:, None])
+        buffers = dict(norm.named_buffers())
+    exchange, calls = context.host.exchange, []
+    context.host.exchange = lambda value: calls.append(len(calls)) or exchange(value)
+    names, counts = [], []
+    for _ in range(2):
+        calls.clear()
+        names.append(share_buffers(buffers, context))
+        counts.append(len(calls))
+    return names, counts, {name: buffer.tolist() for name, buffer in buffers.items()}

@@ -20,7 +20,7 @@ def digests(folder):
 
 def test_a_mapper_gets_whole_tensors(tmp_path):
     """B98: a group of a distributed and a plain tensor; the mapper runs on rank 0, all ranks return the files."""
-    write_model_state(tmp_path / "one", mapped_items(on_ranks.full(), on_ranks.Stack()))
+    write_model_state(tmp_path / "one", mapped_items(items_of(on_ranks.full()), on_ranks.Stack()))
     assert run_on_ranks(2, on_ranks.export_through_a_mapper, str(tmp_path / "two")) == [["model.safetensors"]] * 2
     assert digests(tmp_path / "two") == digests(tmp_path / "one")
     assert load_file(tmp_path / "two" / "model.safetensors")["sum"].count_nonzero() == 0
@@ -55,3 +55,11 @@ def test_buffers_become_those_of_the_first_rank(num_ranks, degrees):
     for first, second, values in run_on_ranks(num_ranks, on_ranks.share, degrees):
         assert first == ["running_mean"] and second == []
         assert values["running_mean"] == pytest.approx([0.1, 0.1]) and values["table"] == [0, 1, 2, 3]
+
+
+def test_buffers_are_compared_within_a_stage():
+    """As above, of a stage that is not the first; once they are equal, one exchange tells so, though the stages have other ones."""
+    results = run_on_ranks(4, on_ranks.share_on_stages)
+    assert [counts for _, counts, _ in results] == [[2, 1]] * 4
+    assert [names for names, _, _ in results] == [[[], []]] * 2 + [[["running_mean"], []]] * 2
+    assert all(values["running_mean"] == pytest.approx([0.1, 0.1]) for _, _, values in results[2:])

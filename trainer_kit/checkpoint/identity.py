@@ -17,7 +17,7 @@ import torch
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.mesh.team import Team
 from trainer_kit.weights.format import tensor_crc32
-from trainer_kit.weights.whole import whole_on_main
+from trainer_kit.weights.whole import make_groups, whole_on_first
 
 if TYPE_CHECKING:
     from trainer_kit.mesh.context import DistributedContext
@@ -38,15 +38,18 @@ def parameter_digest(parameters: Iterable[tuple[str, Sequence[int]]]) -> str:
 def tensors_checksum(tensors: Iterable[tuple[str, torch.Tensor]], context: DistributedContext | None = None) -> str:
     """A text that changes with any bit of any tensor; costs one pass over the bytes.
 
-    With the `context` of several ranks all of them call it; distributed tensors are brought together one by one, so that the text is
-    the same on any mesh.
+    With the `context` of several ranks all of them call it, each with the tensors of its stages; distributed tensors are brought together
+    one by one, so that the text is the same on any mesh.
     """
-    team, checksum = Team.of(context), 0
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
-        whole = whole_on_main(tensor, context)
-        if whole is not None and team.is_main:  # a replicated one is whole on every rank, and one of them is enough
-            checksum = tensor_crc32(whole, zlib.crc32(name.encode(), checksum))
-    return str(team.broadcast(f"{checksum:08x}"))
+    own, found = dict(tensors), {}
+    make_groups(own.values(), context)
+    is_first = context is None or context.rank == context.first_rank_of_stage
+    for name in sorted(own):
+        whole = whole_on_first(own[name], context)
+        if whole is not None and is_first:  # a replicated one is whole on every rank, and one of them is enough
+            found[name] = tensor_crc32(whole, zlib.crc32(name.encode()))
+    of_model = {name: checksum for of_rank in Team.of(context).exchange(found) for name, checksum in of_rank.items()}
+    return f"{zlib.crc32(repr(sorted(of_model.items())).encode()):08x}"
 
 
 def check_identity(found: Mapping[str, Any], expected: Mapping[str, Any], label: str) -> list[str]:

@@ -1,14 +1,14 @@
-"""State of which every data rank has its own: random streams, metrics in progress. Each is one tensor under a key of its own.
+"""State of which every data rank, and each of its pipeline ranks, has its own: random streams, metrics in progress.
 
 The values of a checkpoint are those of rank 0, and equal keys of tensors are taken to be equal; so what differs is encoded, plain values
-and small tensors together, as bytes that its rank writes itself. The format is the same for one process.
+and small tensors together, as bytes that its rank writes itself: one tensor under a key of its own. The format is the same for one process.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,15 +16,73 @@ from trainer_kit.checkpoint.tree import flatten_state, unflatten_state
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.weights.format import DTYPE_NAMES, DTYPES, on_host, tensor_bytes
 
+if TYPE_CHECKING:
+    from trainer_kit.checkpoint.manifest import Manifest
+    from trainer_kit.mesh.context import DistributedContext
 
-def rank_key(part: str, data_rank: int | str) -> str:
-    """The key of what a data rank has for a part of the state; how all of them begin, for an empty text."""
-    return f"{part}/ranks/{data_rank}"
+
+PARTS = ("random", "task")  # that have such state
 
 
-def rank_keys(part: str, num_data_ranks: int) -> list[str]:
-    """The keys of all data ranks."""
-    return [rank_key(part, data_rank) for data_rank in range(num_data_ranks)]
+class RankCounts(NamedTuple):
+    """How many ranks have state of their own: the pipeline ranks of each data rank."""
+
+    num_data_ranks: int
+    num_pipeline_ranks: int
+
+    @classmethod
+    def of(cls, context: DistributedContext) -> RankCounts:
+        """Those of this run."""
+        return cls(context.num_data_ranks, context.num_pipeline_ranks)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> RankCounts:
+        """Those that were saved as `values`."""
+        return cls(values["num_data_ranks"], values["num_pipeline_ranks"])
+
+    def values(self) -> dict[str, int]:
+        """In plain values."""
+        return dict(zip(self._fields, self, strict=True))
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.num_data_ranks * self.num_pipeline_ranks
+
+    def __str__(self) -> str:
+        stages = f" with {self.num_pipeline_ranks} pipeline ranks each" if self.num_pipeline_ranks > 1 else ""
+        return f"{self.num_data_ranks} data ranks{stages}"
+
+    def keys(self, part: str) -> list[str]:
+        """What they all save for a part of the state, data rank by data rank."""
+        return [rank_key(part, rank) for rank in range(self.total)]
+
+    def share(self, saved: RankCounts, rank: int) -> range:
+        """Which of the ranks that saved a checkpoint one of these stands for: itself if they are as many, else all of some data ranks."""
+        if saved == self:
+            return range(rank, rank + 1)
+        of_data = share_of(rank // self.num_pipeline_ranks, self.num_data_ranks, saved.num_data_ranks)
+        return range(of_data.start * saved.num_pipeline_ranks, of_data.stop * saved.num_pipeline_ranks)
+
+
+def saved_counts(manifest: Manifest) -> RankCounts:
+    """The ranks that saved a checkpoint. Raises CheckpointError unless it has exactly what they all save for themselves."""
+    progress = manifest.values.get("progress") if isinstance(manifest.values, dict) else None
+    told = [progress.get(name) if isinstance(progress, dict) else None for name in RankCounts._fields]
+    counts = RankCounts(*(number if type(number) is int and number > 0 else 0 for number in told))
+    for part in PARTS:
+        found = {name for name in manifest.tensors if name.startswith(rank_key(part, ""))}
+        if not counts.total or len(found) != counts.total or found != set(counts.keys(part)):
+            raise CheckpointError(
+                f"the checkpoint says that it is of {told[0]} data ranks with {told[1]} pipeline ranks each, and holds {part!r} of "
+                f"{len(found)}; no run saves such a one: it was altered, or saved by something else than a Trainer"
+            )
+    return counts
+
+
+def rank_key(part: str, rank: int | str) -> str:
+    """The key of what a rank has for a part of the state; how all of them begin, for an empty text."""
+    return f"{part}/ranks/{rank}"
 
 
 def share_of(data_rank: int, num_data_ranks: int, num_saved: int) -> range:
@@ -47,7 +105,7 @@ def decode_state(data: torch.Tensor) -> Any:
         tensors = {name: _decoded(*item) for name, item in content["tensors"].items()}
         return unflatten_state(tensors, content["values"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"the state of a data rank in the checkpoint cannot be read: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"the state of a rank in the checkpoint cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _encoded(name: str, tensor: torch.Tensor) -> list[Any]:

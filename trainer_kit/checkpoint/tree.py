@@ -63,9 +63,23 @@ def _encode_dict(value: Mapping[Any, Any], key: str, tensors: dict[str, torch.Te
         if type(name) not in (str, int):
             raise CheckpointError(f"{key or 'the state'}: found the key {name!r} of type {type(name).__name__}; keys must be str or int")
     items = [(name, _encode(item, _join(key, name), tensors)) for name, item in value.items()]
+    return _dict_of([[name if type(name) is str else _encode(name, key, tensors), item] for name, item in items])
+
+
+def _dict_of(items: list[list[Any]]) -> dict[str, Any]:
+    """The dict with these encoded keys and values; JSON keeps neither keys that are not texts, nor what has the meaning of a tag."""
     if all(type(name) is str and not name.startswith("$") for name, _ in items):
         return dict(items)
-    return {"$dict": [[name if type(name) is str else _encode(name, key, tensors), item] for name, item in items]}
+    return {"$dict": items}
+
+
+def _items_of(values: Any) -> list[list[Any]] | None:
+    """The encoded keys and values of what was a dict; None for anything else."""
+    if not isinstance(values, dict):
+        return None
+    if len(values) == 1 and next(iter(values)).startswith("$"):
+        return values.get("$dict")
+    return [[name, item] for name, item in values.items()]
 
 
 def _join(key: str, name: object) -> str:
@@ -73,13 +87,21 @@ def _join(key: str, name: object) -> str:
 
 
 def merge_values(of_ranks: Sequence[Any]) -> Any:
-    """The values of several ranks as one: all entries of their dicts; where two say different things, what the first one says."""
-    first, *others = of_ranks
-    dicts = [values for values in others if isinstance(values, dict)]
-    if not isinstance(first, dict) or any(name.startswith("$") for values in (first, *dicts) for name in values):
+    """The values of several ranks as one: all entries of their dicts, in lists of one length too; where two say different things, what the
+    first one says."""
+    first = of_ranks[0]
+    if isinstance(first, list):
+        alike = [values for values in of_ranks if isinstance(values, list) and len(values) == len(first)]
+        return [merge_values(items) for items in zip(*alike, strict=True)]
+    if _items_of(first) is None:
         return first
-    names = dict.fromkeys(name for values in (first, *dicts) for name in values)
-    return {name: merge_values([values[name] for values in (first, *dicts) if name in values]) for name in names}
+    found: dict[str, tuple[Any, list[Any]]] = {}
+    for name, item in (pair for values in of_ranks for pair in _items_of(values) or ()):
+        found.setdefault(repr(name), (name, []))[1].append(item)
+    return _dict_of([[name, merge_values(items)] for name, items in found.values()])
+
+
+_LEFT_OUT = object()
 
 
 def unflatten_state(tensors: Mapping[str, torch.Tensor], values: Any, *, without: Collection[str] = ()) -> Any:
@@ -88,25 +110,19 @@ def unflatten_state(tensors: Mapping[str, torch.Tensor], values: Any, *, without
     without: keys of tensors; what dicts have in their place is left out.
     """
     try:
-        return _decode(tensors, _left_out(values, without) if without else values)
+        return _decode({**tensors, **dict.fromkeys(without, _LEFT_OUT)}, values)
     except RecursionError:
         raise CheckpointError("the values of the checkpoint are nested too deeply; no save writes such a file, it was altered") from None
 
 
-def _left_out(values: Any, keys: Collection[str]) -> Any:
-    if not isinstance(values, dict):
-        return values
-    return {name: _left_out(item, keys) for name, item in values.items() if not (isinstance(item, dict) and item.get("$tensor") in keys)}
-
-
-def _decode(tensors: Mapping[str, torch.Tensor], values: Any) -> Any:
+def _decode(tensors: Mapping[str, Any], values: Any) -> Any:
     if isinstance(values, list):
         return [_decode(tensors, item) for item in values]
     if not isinstance(values, dict):
         return values
     tag, content = next(iter(values.items())) if len(values) == 1 else ("", None)
     if not tag.startswith("$"):
-        return {name: _decode(tensors, item) for name, item in values.items()}
+        return {name: item for name, value in values.items() if (item := _decode(tensors, value)) is not _LEFT_OUT}
     try:
         return _untag(tensors, tag, content)
     except (KeyError, ValueError, TypeError) as error:
@@ -114,7 +130,7 @@ def _decode(tensors: Mapping[str, torch.Tensor], values: Any) -> Any:
         raise CheckpointError(f"the values of the checkpoint cannot be put together: {what}") from error
 
 
-def _untag(tensors: Mapping[str, torch.Tensor], tag: str, content: Any) -> Any:
+def _untag(tensors: Mapping[str, Any], tag: str, content: Any) -> Any:
     match tag:
         case "$tensor":
             return tensors[content]
@@ -125,5 +141,6 @@ def _untag(tensors: Mapping[str, torch.Tensor], tag: str, content: Any) -> Any:
         case "$tuple":
             return tuple(_decode(tensors, list(content)))
         case "$dict":
-            return {_decode(tensors, name): _decode(tensors, item) for name, item in content}
+            items = ((_decode(tensors, name), _decode(tensors, value)) for name, value in content)
+            return {name: item for name, item in items if item is not _LEFT_OUT}
     raise CheckpointError(f"the checkpoint holds a value of the unknown kind {tag!r}; it was written by a newer version or altered")

@@ -56,6 +56,7 @@ class Gradients:
         self._kept_weight: float | None = None
         self._kept_inverse = torch.empty(0)
         self._known: tuple[int, ...] = ()  # the gradients to which the norms belong
+        self._keeps_norms = True  # whether this rank sees every change: those of other stages are made on other ranks
         self._set_grad_dtype(self._parameters)
         self._mesh: Synchroniser | None = None
         self._ranks: NormOverRanks | None = None
@@ -75,6 +76,7 @@ class Gradients:
         self._mesh = Synchroniser(self._rows, context, sync)
         self._ranks = NormOverRanks.of(self._rows, context)
         self.is_cut = self._ranks is not None
+        self._keeps_norms = context.num_pipeline_ranks == 1
 
     def _set_grad_dtype(self, parameters: Sequence[Any]) -> None:
         if self._grad_dtype is not None:
@@ -180,10 +182,11 @@ class Gradients:
     def norm(self, p: float = 2.0) -> torch.Tensor:
         """The p-norm over all gradients as a device tensor; the formula of `torch.nn.utils.get_total_norm`. On a mesh a collective.
 
+        It is computed again only if a gradient was changed since; in a pipeline every time, as all ranks must take part in that.
         Large finite gradients overflow in fp32; a CPU, where looking costs nothing, then computes in fp64.
         """
         self.changed()
-        if p not in self._norms:
+        if p not in self._norms or not self._keeps_norms:
             norm = self._norm(p, torch.float32)
             if norm.device.type == "cpu" and not math.isfinite(read_cpu_scalar(norm)):
                 norm = self._norm(p, torch.float64).to(norm.dtype)

@@ -6,6 +6,7 @@ same number on every rank, since clipping and retries depend on it, and nan must
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,18 +20,24 @@ if TYPE_CHECKING:
 
 
 class NormOverRanks:
-    """For gradients of which some rank has only a part. Its methods are collectives of the whole world."""
+    """For gradients of which some rank has only a part. Its methods are collectives of the whole world.
 
-    def __init__(self, context: DistributedContext) -> None:
+    dtype: that of the norm, at least; the same on all ranks, some of which may have no gradient to tell it.
+    """
+
+    def __init__(self, context: DistributedContext, dtype: torch.dtype = torch.float32) -> None:
         self._group = context.group("flat", "world")
-        self._host, self._device = context.host, context.device
+        self._host, self._device, self._dtype = context.host, context.device, dtype
         self._ranks_per_stage = math.prod(context.dense_sizes().values())
 
     @classmethod
     def of(cls, rows: Sequence[ParameterRow], context: DistributedContext) -> NormOverRanks | None:
         """None if every rank has the whole of all gradients: its own norm is that of everything."""
         has_all = math.prod(context.dense_sizes().values()) == context.world_size
-        return None if has_all and all(row.layout.num_shards == 1 for row in rows) else cls(context)
+        if has_all and all(row.layout.num_shards == 1 for row in rows):
+            return None
+        widest = functools.reduce(torch.promote_types, (row.local.grad_dtype or row.local.dtype for row in rows), torch.float32)
+        return cls(context, functools.reduce(torch.promote_types, context.host.exchange(widest)))
 
     def shares(self, rows: Iterable[ParameterRow]) -> torch.Tensor:
         """Which part of the p-th power of a local norm counts on this rank: one divided by the number of ranks with the same box."""
@@ -41,6 +48,7 @@ class NormOverRanks:
         """The p-norm of everything, from the p-norms of the local gradients and their shares. One collective."""
         import torch.distributed as dist
 
+        norms = norms.to(torch.promote_types(norms.dtype, self._dtype))
         if p == math.inf:
             known = torch.cat([norms.nan_to_num(nan=0.0, posinf=math.inf), norms.new_zeros(1)])
             largest = torch.stack([known.amax(), norms.isnan().any().to(norms.dtype)])

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from trainer_kit.mesh.context import DistributedContext
 
-_DOMAINS = ("dense", "expert", "regular", "batch")
-
 
 class MicrobatchSync(Protocol):
     """What tells FSDP whether to reduce after the coming microbatch."""
@@ -215,10 +213,9 @@ def _groups(rows: Sequence[ParameterRow], context: DistributedContext) -> dict[t
 
 def _domain(dims: tuple[str, ...], context: DistributedContext) -> str:
     """The domain that has all of these dimensions."""
-    for domain in _DOMAINS:
-        if set(dims) <= set(context.mesh_for(domain).mesh_dim_names or ()):
-            return domain
-    raise ModelError(
-        f"a gradient is partial along the mesh dimensions {', '.join(dims)}, which no domain of {', '.join(_DOMAINS)} has all. "
-        "Give parallelize_replicate and set_contract a mesh of context.mesh_for('dense')"
-    )
+    if (domain := context.domain_with(dims)) is None:
+        raise ModelError(
+            f"a gradient is partial along the mesh dimensions {', '.join(dims)}, which no domain of the mesh has together. "
+            "Give parallelize_replicate and set_contract a mesh of context.mesh_for('dense')"
+        )
+    return domain

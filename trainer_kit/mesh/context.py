@@ -6,7 +6,7 @@ Every component gets it through its constructor; nothing reads it from global st
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -107,6 +107,10 @@ class DistributedContext:
         The first use is a collective. Domains share the groups of equal ranks.
         """
         return None if self.world is None else self.world.meshes.group(domain, *dims)
+
+    def domain_with(self, dims: Collection[str]) -> str | None:
+        """The name of a domain that has all of these mesh dimensions; None if none has. Which one makes no difference to their group."""
+        return next((name for name, domain in domains_of(self.strategy).items() if set(dims) <= set(domain.dims)), None)
 
     @property
     def data_group(self) -> ProcessGroup | None:

@@ -146,7 +146,13 @@ class MeshStrategy(BaseModel):
         for name in ("cp_shard", "cp_replicate", "ep"):
             if getattr(resolved, name) > 1:
                 raise UnsupportedError(f"{name}={getattr(resolved, name)} of MeshStrategy is not there yet in this version; leave it at 1")
-        if resolved.fsdp_sync == "pack" and resolved.dp_shard * resolved.cp_shard == 1:
+        shards = resolved.dp_shard * resolved.cp_shard > 1
+        if shards and resolved.fsdp_sync == "microbatch" and resolved.pp > 1 and _schedule(resolved.schedule).splits_backward:
+            raise ConfigurationError(
+                f"pipeline={resolved.schedule!r} of MeshStrategy computes gradients of weights apart, so FSDP cannot reduce them in each "
+                "microbatch; set fsdp_sync='pack', or choose a schedule that does not split, such as '1f1b'"
+            )
+        if resolved.fsdp_sync == "pack" and not shards:
             if self.dp_shard != -1:
                 raise ConfigurationError("fsdp_sync='pack' of MeshStrategy has no effect, nothing is sharded (dp_shard is 1); leave it out")
             if place.rank == 0:
@@ -156,9 +162,7 @@ class MeshStrategy(BaseModel):
 
 
 def _schedule(name: str) -> Schedule:
-    from trainer_kit.pipeline.schedules import (
-        find_training_schedule,
-    )  # the names alone belong to a strategy, and what they stand for does not
+    from trainer_kit.pipeline.schedules import find_training_schedule  # mesh/ knows nothing of pipeline/ but the names
 
     return find_training_schedule(name)
 

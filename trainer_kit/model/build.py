@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer_kit.exceptions import ModelError
+from trainer_kit.mesh.team import Team
 from trainer_kit.model.allocate import allocate, check_aliases, set_parameter_dtype
 from trainer_kit.model.constructor_log import ConstructorLog, check_repeated
 from trainer_kit.model.distribute import broadcast_values, distribute, has_distributed
@@ -61,10 +62,10 @@ def build_stage(
 
 def _build(ctx: StageContext, provider: ModelProvider, seed: int, dtype: torch.dtype | None) -> None:
     log = ConstructorLog()
-    module = ctx.module = _construct(ctx, provider, log)
-    if not _is_on_meta(module):
+    if not _construct_everywhere(ctx, provider, log):
         _place(ctx, provider, dtype)
         return
+    module = ctx.built()
     _check_memory(module)
     aliases = alias_table(module)
     dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
@@ -76,6 +77,33 @@ def _build(ctx: StageContext, provider: ModelProvider, seed: int, dtype: torch.d
     records = initialise(module, seed, ctx.context.device, dtypes=dtypes, ready=ready)
     check_repeated(constructed, records, written_class(module).__name__)
     check_aliases(module, aliases)
+
+
+def _construct_everywhere(ctx: StageContext, provider: ModelProvider, log: ConstructorLog) -> bool:
+    """Construct the module; whether it is on the meta device. If that fails for one stage of a pipeline, all ranks raise the error."""
+    context = ctx.context
+
+    def construct() -> bool | None:
+        try:
+            ctx.module = _construct(ctx, provider, log)
+            return _is_on_meta(ctx.module)
+        except Exception as error:
+            if context.num_pipeline_ranks > 1:
+                context.failures.tell(error)  # should another constructor be in a collective
+            raise
+
+    if context.num_pipeline_ranks == 1:
+        return bool(construct())
+    team = Team.of(context)
+    on_meta = team.everywhere(construct)
+    kinds = team.exchange((ctx.stage.index, on_meta))
+    if {True, False} <= {kind for _, kind in kinds}:
+        loaded, empty = (sorted({stage for stage, kind in kinds if kind is wanted}) for wanted in (False, True))
+        raise ModelError(
+            f"the stages {loaded} have weights, and the stages {empty} are on the meta device; expected all of one kind. Build all of them "
+            "without a device= argument and load the weights with source_model="
+        )
+    return bool(on_meta) if on_meta is not None else any(kind for _, kind in kinds)
 
 
 def _construct(ctx: StageContext, provider: ModelProvider, log: ConstructorLog) -> nn.Module:
@@ -96,12 +124,13 @@ def _construct(ctx: StageContext, provider: ModelProvider, log: ConstructorLog) 
     return module
 
 
-def _is_on_meta(module: nn.Module) -> bool:
-    """Whether the model needs memory and values; an error if only a part of its parameters does."""
+def _is_on_meta(module: nn.Module) -> bool | None:
+    """Whether the model needs memory and values; an error if only a part of its parameters does. None: it has no tensors."""
     meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
     if not meta and not real:
-        return any(buffer.is_meta for buffer in module.buffers())
+        buffers = list(module.buffers())
+        return any(buffer.is_meta for buffer in buffers) if buffers else None
     if meta and real:
         raise ModelError(
             f"the callable's model has parameters with weights ({_few(real)}) and parameters on the meta device ({_few(meta)}); expected "

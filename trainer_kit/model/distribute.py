@@ -101,8 +101,8 @@ def _check_same(tensors: list[tuple[str, str, tuple[int, ...]]], context: Distri
     if len(set(found)) == len({place for place, _ in found}):
         return
     first: dict[int, tuple[int, list[tuple[str, str, tuple[int, ...]]]]] = {}
-    for rank, (place, theirs) in enumerate(context.host.exchange((place, tensors))):
-        known_rank, known = first.setdefault(place, (rank, theirs))
+    for rank, (stages, theirs) in enumerate(context.host.exchange((place, tensors))):
+        known_rank, known = first.setdefault(stages, (rank, theirs))
         if theirs != known:
             differing = [f"{name} {dtype} {list(shape)}" for name, dtype, shape in sorted(set(known) ^ set(theirs))]
             raise ModelError(

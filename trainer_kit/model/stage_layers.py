@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -44,16 +45,21 @@ def _first_cut(costs: Sequence[float], num_stages: int, before: float, after: fl
         return sums[end] - sums[start] + before * (stage == 0) + after * (stage == num_stages - 1)
 
     last = num_stages - 1
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {
-        start: (cost(last, start, num_layers), cost(last, start, num_layers) ** 2, ()) for start in range(last, num_layers)
-    }
+    tail = {start: (cost(last, start, num_layers), cost(last, start, num_layers) ** 2, num_layers) for start in range(last, num_layers)}
+    best = [tail]  # by stage, from `stage` on: first layer -> (largest sum, sum of squares, where the stage ends)
     for stage in range(last - 1, -1, -1):
-        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        found: dict[int, tuple[float, float, int]] = {}
         for start in range(stage, num_layers - last + stage) if stage else [0]:
-            options = []
+            chosen: tuple[float, float, int] | None = None
             for end in range(start + 1, num_layers - last + stage + 1):
-                own, (largest, squares, cuts) = cost(stage, start, end), best[end]
-                options.append((max(own, largest), squares + own**2, (end, *cuts)))
-            found[start] = min(options)
-        best = found
-    return list(best[0][2])
+                own, (largest, squares, _) = cost(stage, start, end), best[0][end]
+                if chosen is not None and own > chosen[0]:
+                    break  # it only grows
+                chosen = min(chosen or (math.inf, 0.0, 0), (max(own, largest), squares + own**2, end))
+            assert chosen is not None
+            found[start] = chosen
+        best.insert(0, found)
+    cuts = [0]
+    for of_stage in best[:-1]:
+        cuts.append(of_stage[cuts[-1]][2])
+    return cuts[1:]

@@ -39,27 +39,33 @@ def _restore_forwards(model: nn.Module, kinds: Sequence[str]) -> None:
                 module.forward = before
 
 
-def checkpoint_activations(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
+def unmatched(model: nn.Module, wanted: bool | Sequence[str]) -> list[str]:
+    """What of an `activation_checkpointing` finds no module of a model, each as a sentence."""
+    if wanted is True:
+        text = "activation_checkpointing=True found no repeated blocks in the model; give name patterns of the modules to recompute"
+        return [] if repeated_blocks(model) else [text]
+    names, patterns = [name for name, _ in model.named_modules()], tuple(wanted or ())
+    return [
+        f"activation_checkpointing={patterns!r}: no module is named {pattern!r}; see model.named_modules() for the names"
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
+
+
+def checkpoint_activations(model: nn.Module, wanted: bool | Sequence[str], *, is_whole: bool = True) -> list[str]:
     """Recompute the activations of blocks in the backward; returns their names. Values and gradients stay the same.
 
-    What an earlier call did is undone first, and the compiling too, which lies on top of it.
+    What an earlier call did is undone first, and the compiling too, which lies on top of it. is_whole: False for one stage of several,
+    which need not have what is `unmatched` in it.
     """
     _restore_forwards(model, ("recomputed", "compiled"))
-    if not wanted:
-        return []
+    if is_whole and (problems := unmatched(model, wanted)):
+        raise ConfigurationError(problems[0])
     if wanted is True:
         chosen = repeated_blocks(model)
-        if not chosen:
-            raise ConfigurationError(
-                "activation_checkpointing=True found no repeated blocks in the model; give name patterns of the modules to recompute"
-            )
     else:
-        chosen = [(name, module) for name, module in model.named_modules() if any(fnmatchcase(name, pattern) for pattern in wanted)]
-        missed = [pattern for pattern in wanted if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules())]
-        if missed:
-            raise ConfigurationError(
-                f"activation_checkpointing={tuple(wanted)!r}: no module is named {missed[0]!r}; see model.named_modules() for the names"
-            )
+        patterns = wanted or ()
+        chosen = [(name, module) for name, module in model.named_modules() if any(fnmatchcase(name, pattern) for pattern in patterns)]
     for _, module in chosen:
         _replace_forward(module, functools.partial(checkpoint, module.forward, use_reentrant=False), "recomputed")
     return [name for name, _ in chosen]

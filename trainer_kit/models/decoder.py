@@ -82,6 +82,9 @@ class Decoder(nn.Module):
                     f"Decoder got the inputs {sorted(map(str, inputs))}, expected token ids, or a mapping with 'input_ids' alone"
                 )
             inputs = inputs["input_ids"]
+        if not isinstance(inputs, torch.Tensor) or inputs.ndim != 2:
+            found = f"of shape {tuple(inputs.shape)}" if isinstance(inputs, torch.Tensor) else f"in a {type(inputs).__name__}"
+            raise ModelError(f"Decoder got inputs {found}, expected token ids (batch, length), or a mapping with 'input_ids' alone")
         if inputs.shape[1] > self.config.max_seq_len:
             raise ModelError(
                 f"the sequence has {inputs.shape[1]} tokens, expected at most DecoderConfig(max_seq_len={self.config.max_seq_len})"

@@ -154,7 +154,7 @@ def load_optimizer_state(
     for name in values.get("stateless", ()):
         optimizer.state.pop(parameters[name], None)
     changed: dict[str, int] = {}
-    for key, entry in list(_entries(optimizer, names)):  # two of one name where pipeline stages on this rank share a weight
+    for key, entry in list(_entries(optimizer, names)):
         value, fresh = saved[key], entry.value
         if isinstance(fresh, torch.Tensor) and fresh.dtype != value.dtype:
             remark = (

@@ -1,7 +1,10 @@
 """The update of a step: the optimizer, what it holds, and what must move between ranks around it.
 
 Optimizers work on local tensors, which share storage with the parameters. Those that need whole parameters get proxies for sharded
-ones (`whole.py`). In one process, and wherever nothing must be gathered, `Update.step` is the step of the optimizer and nothing else.
+ones (`whole.py`). On every rank of a pipeline an optimizer holds one parameter for each of the whole model, so that its groups are the
+same everywhere: for those of other ranks' stages a stand-in without data, and of a weight that two stages on one rank hold the first
+copy, which the other one follows. In one process, and wherever nothing must be moved, `Update.step` is the step of the optimizer and
+nothing else.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class Update:
         optimizer: torch.optim.Optimizer,
         rows: Sequence[ParameterRow],
         wholes: Sequence[WholeParameters] = (),
+        copies: Sequence[tuple[ParameterRow, ParameterRow]] = (),
         *,
         is_spread: bool = False,
     ) -> None:
@@ -46,7 +50,8 @@ class Update:
         self.parameters: Mapping[nn.Parameter, ParameterRow] = {row.local: row for row in rows}
         self.elsewhere = frozenset(row.name for row in rows if row.local.is_meta)
         self.is_spread = is_spread
-        self.step: Callable[[], None] = functools.partial(_step_on_wholes if wholes else step_optimizer, optimizer, *wholes)
+        step: Callable[[], None] = functools.partial(_step_on_wholes if wholes else step_optimizer, optimizer, *wholes)
+        self.step = functools.partial(_step_and_follow, step, copies) if copies else step
 
 
 def _step_on_wholes(optimizer: torch.optim.Optimizer, *wholes: WholeParameters) -> None:
@@ -61,6 +66,12 @@ def _step_on_wholes(optimizer: torch.optim.Optimizer, *wholes: WholeParameters) 
             whole.close()
 
 
+def _step_and_follow(step: Callable[[], None], copies: Sequence[tuple[ParameterRow, ParameterRow]]) -> None:
+    step()
+    for copy, first in copies:
+        copy.local.detach().copy_(first.local.detach())
+
+
 def build_update(
     provider: OptimizerProvider, rows: Sequence[ParameterRow], context: DistributedContext, entries: Iterable[StateEntry] = ()
 ) -> Update:
@@ -69,10 +80,12 @@ def build_update(
     entries: of the whole model, where other stages of a pipeline have more of them, see `ParameterTable`.
     Raises ConfigurationError as `build_optimizer` does.
     """
-    held, wholes, is_spread = _rows_of_model(rows, entries), list[WholeParameters](), context.num_pipeline_ranks > 1
+    here: dict[str, ParameterRow] = {}
+    copies = [(row, first) for row in rows if (first := here.setdefault(row.name, row)) is not row]
+    held, wholes, is_spread = _rows_of_model(here, entries), list[WholeParameters](), context.num_pipeline_ranks > 1
     if context.world_size > 1 and not provider.elementwise:
         names = provider.whole_parameters([(row.name, row.local) for row in held])
-        wholes, has_wholes = gather_whole([row for row in rows if row.name in names and needs_gathering(row)], context)
+        wholes, has_wholes = gather_whole([row for name, row in here.items() if name in names and needs_gathering(row)], context)
         is_spread = is_spread or has_wholes
         replaced = {id(row): proxy for whole in wholes for row, proxy in zip(whole.rows, whole.proxy_rows(), strict=True)}
         held = [replaced.get(id(row), row) for row in held]
@@ -80,21 +93,13 @@ def build_update(
     for part in optimizer.parts if isinstance(optimizer, CombinedOptimizer) else (optimizer,):
         if (set_layouts := getattr(part, "set_layouts", None)) is not None:
             set_layouts({row.local: row.layout for row in held if not row.layout.is_whole})
-    return Update(optimizer, held, wholes, is_spread=is_spread)
+    return Update(optimizer, held, wholes, copies, is_spread=is_spread)
 
 
-def _rows_of_model(rows: Sequence[ParameterRow], entries: Iterable[StateEntry]) -> list[ParameterRow]:
-    """The trainable rows of the whole model in its order, so that the groups of an optimizer are the same on every rank.
-
-    In place of parameters of other stages stand tensors without data, which never get a gradient.
-    """
+def _rows_of_model(here: Mapping[str, ParameterRow], entries: Iterable[StateEntry]) -> list[ParameterRow]:
+    """The trainable rows of the whole model in its order; those of other stages are tensors without data, which never get a gradient."""
     trainable = [entry for entry in entries if entry.is_trainable]
-    if not trainable:
-        return list(rows)
-    here: dict[str, list[ParameterRow]] = {}
-    for row in rows:
-        here.setdefault(row.name, []).append(row)
-    return [row for entry in trainable for row in here.get(entry.name) or [_elsewhere(entry)]]
+    return [here.get(entry.name) or _elsewhere(entry) for entry in trainable] or list(here.values())
 
 
 def _elsewhere(entry: StateEntry) -> ParameterRow:

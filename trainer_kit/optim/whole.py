@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from trainer_kit.exceptions import ConfigurationError
-from trainer_kit.mesh.domains import domains_of
 from trainer_kit.mesh.layout import layout_of
 from trainer_kit.optim.exchange import Box, Exchange
 from trainer_kit.parameters import ParameterRow
@@ -145,11 +144,9 @@ def balanced_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 def _domain(dims: Sequence[str], context: DistributedContext) -> str:
     """The domain that has these mesh dimensions."""
-    domains = domains_of(context.strategy)
-    for name in ("dense", "expert", "regular"):
-        if set(dims) <= set(domains[name].dims):
-            return name
-    raise ConfigurationError(
-        f"a parameter is sharded over the mesh dimensions {', '.join(dims)}, which no domain of the mesh has together; use slices of "
-        "context.mesh_for('dense') or context.mesh_for('expert') when you distribute it"
-    )
+    if (name := context.domain_with(dims)) is None:
+        raise ConfigurationError(
+            f"a parameter is sharded over the mesh dimensions {', '.join(dims)}, which no domain of the mesh has together; use slices of "
+            "context.mesh_for('dense') or context.mesh_for('expert') when you distribute it"
+        )
+    return name

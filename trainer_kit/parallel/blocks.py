@@ -10,7 +10,8 @@ from torch import nn
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The repeated blocks of a model: members of its outermost lists (ModuleList, ModuleDict, Sequential) whose class occurs twice.
 
-    One that several lists share comes once, under its first name.
+    A member of a ModuleDict under a number is one even if it is alone, as in a pipeline stage with one layer. One that several lists share
+    comes once, under its first name.
     """
     found: dict[nn.Module, str] = {}
 
@@ -20,7 +21,8 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             blocks = {
                 child: f"{prefix}{name}"
                 for name, child in module.named_children()
-                if classes[type(child)] > 1 and any(True for _ in child.children())
+                if (classes[type(child)] > 1 or (isinstance(module, nn.ModuleDict) and name.isdecimal()))
+                and any(True for _ in child.children())
             }
             if blocks:
                 found.update({block: name for block, name in blocks.items() if block not in found})

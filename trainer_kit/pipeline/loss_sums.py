@@ -14,24 +14,39 @@ from trainer_kit.task import Weight
 
 @dataclass(slots=True)
 class LossSums:
-    """The sums of weighted losses and of weights, by term."""
+    """The sums of weighted losses and of weights, by term.
+
+    coefficients: of each term. One that came with several has 1 here, and its sum is that of the products.
+    """
 
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, Weight] = field(default_factory=dict)
     coefficients: dict[str, float] = field(default_factory=dict)
+    _with_products: set[str] = field(default_factory=set)
 
-    def add(self, terms: Sequence[Term]) -> None:
-        """Add the terms of one microbatch; one of weight 0 adds nothing, be its loss nan. Sums are kept in fp64 where there is fp64."""
+    def add(self, terms: Sequence[Term], weighed: set[str] | None = None) -> None:
+        """Add the terms of one microbatch; one of weight 0 adds nothing, be its loss nan. Sums are kept in fp64 where there is fp64.
+
+        weighed: the terms for which the weight of this microbatch is counted already, by another stage on this rank; they become more.
+        """
+        weighed = set() if weighed is None else weighed
         for term in terms:
-            value = term.loss.detach()
+            name, value = term.name, term.loss.detach()
             weighted = (value.double() if value.device.type != "mps" else value.float()) * term.weight
             if isinstance(term.weight, torch.Tensor):
                 weighted = torch.where(term.weight == 0, 0, weighted)
             elif term.weight == 0:
                 weighted = torch.zeros_like(weighted)
-            self.sums[term.name] = self.sums[term.name] + weighted if term.name in self.sums else weighted
-            self.weights[term.name] = self.weights.get(term.name, 0) + term.weight
-            self.coefficients[term.name] = term.coefficient
+            if self.coefficients.setdefault(name, term.coefficient) != term.coefficient and name not in self._with_products:
+                self.sums[name] = self.sums[name] * self.coefficients[name]
+                self.coefficients[name] = 1.0
+                self._with_products.add(name)
+            if name in self._with_products:
+                weighted = weighted * term.coefficient
+            self.sums[name] = self.sums[name] + weighted if name in self.sums else weighted
+            if name not in weighed:
+                weighed.add(name)
+                self.weights[name] = self.weights.get(name, 0) + term.weight
 
     def values(self, prefix: str) -> dict[str, torch.Tensor]:
         """`<prefix>/loss`, which is what is minimised, and with several terms the weighted mean of each as `<prefix>/<term>`."""

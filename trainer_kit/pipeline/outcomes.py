@@ -5,6 +5,7 @@ Also of the losses that other stages add. Used by the pipeline alone; without st
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -65,6 +66,7 @@ class TrainingOutcome:
         self._task, self._weights, self._metrics, self._losses, self._starts = task, weights, metrics, losses, starts
         self._on_microbatch, self._in_lockstep = on_microbatch, in_lockstep
         self._main: dict[int, torch.Tensor] = {}  # losses that are not told yet
+        self._weighed: defaultdict[int, set[str]] = defaultdict(set)  # terms by microbatch, which several stages here may add to
 
     def compute(self, outputs: Any, given: ForwardInputs) -> Any:
         """See Outcome."""
@@ -72,7 +74,7 @@ class TrainingOutcome:
 
     def take(self, index: int, given: ForwardInputs, outputs: Any, computed: Any, added: Sequence[AddedLoss]) -> list[Root]:
         """See Outcome."""
-        terms = _checked(self._weights.terms(index, computed, added), self._losses)
+        terms = _checked(self._weights.terms(index, computed, added), self._losses, self._weighed[index])
         _update(self._task, self._metrics, outputs, given)
         self._main[index] = terms[0].loss.detach()
         roots = self._roots(terms)
@@ -83,7 +85,9 @@ class TrainingOutcome:
 
     def take_added(self, index: int, added: Sequence[AddedLoss]) -> list[Root]:
         """See Outcome."""
-        return self._roots(_checked(self._weights.added_terms(index, added), self._losses)) if added else []
+        if not added:
+            return []
+        return self._roots(_checked(self._weights.added_terms(index, added), self._losses, self._weighed[index]))
 
     def _roots(self, terms: Sequence[Term]) -> list[Root]:
         return [(term.loss, self._starts.of(term)) for term in counted(terms)]
@@ -107,6 +111,7 @@ class EvaluationOutcome:
         self, task: Task, weights: Mapping[int, SharedWeights | TermWeights], metrics: dict[str, Metric], losses: LossSums
     ) -> None:
         self._task, self._weights, self._metrics, self._losses = task, weights, metrics, losses
+        self._weighed: defaultdict[int, set[str]] = defaultdict(set)
 
     def compute(self, outputs: Any, given: ForwardInputs) -> Any:
         """See Outcome."""
@@ -114,14 +119,14 @@ class EvaluationOutcome:
 
     def take(self, index: int, given: ForwardInputs, outputs: Any, computed: Any, added: Sequence[AddedLoss]) -> list[Root]:
         """See Outcome."""
-        _checked(self._weights[index].terms(0, computed, added), self._losses)
+        _checked(self._weights[index].terms(0, computed, added), self._losses, self._weighed[index])
         _update(self._task, self._metrics, outputs, given)
         return []
 
     def take_added(self, index: int, added: Sequence[AddedLoss]) -> list[Root]:
         """See Outcome."""
         if added:
-            _checked(self._weights[index].added_terms(0, added), self._losses)
+            _checked(self._weights[index].added_terms(0, added), self._losses, self._weighed[index])
         return []
 
     def fill(self, outputs: Any, added: Sequence[AddedLoss]) -> list[Root]:
@@ -160,13 +165,13 @@ class PredictionOutcome:
         """See Outcome."""
 
 
-def _checked(terms: list[Term], losses: LossSums | None) -> list[Term]:
-    """The terms with whole losses, which are added to `losses` if they are wanted."""
+def _checked(terms: list[Term], losses: LossSums | None, weighed: set[str]) -> list[Term]:
+    """The terms with whole losses, which are added to `losses` if they are wanted; see `LossSums.add`."""
     for term in terms:
         term.loss = whole_tensor(term.loss)  # from logits that tensor parallelism cut over the classes
         check_loss(term, needs_graph=torch.is_grad_enabled())
     if losses is not None:
-        losses.add(terms)
+        losses.add(terms, weighed)
     return terms
 
 

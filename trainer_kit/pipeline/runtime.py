@@ -141,7 +141,7 @@ class PipelineRunner:
         self._run(program, microbatches, outcome)
         sizes = [batch_size(microbatch) for microbatch in pack.microbatches] if weights.assumed else []
         total = self._totals.finish([size for size in sizes if size is not None])
-        if self._totals.sizes_differ and self.hosts_last_stage:
+        if self._totals.sizes_differ and self._context.is_counted and self._context.data_rank == 0:  # one rank that has losses
             self._starts.warn_of_sizes(sizes)
         return total
 

@@ -18,35 +18,40 @@ from trainer_kit.weights.format import tensor_crc32
 from trainer_kit.weights.whole import is_cut
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from trainer_kit.mesh.context import DistributedContext
 
 
 @torch.no_grad()
 def share_buffers(buffers: Mapping[str, torch.Tensor], context: DistributedContext) -> list[str]:
-    """Give all ranks of a stage the buffers of its first rank, in place; returns the names of those that differed. A collective.
+    """Give all ranks of a stage the buffers of its first rank, in place; returns the names of those that differed.
 
-    buffers: by global name, as `ParameterTable.buffers`. One process: nothing happens.
+    A collective of the world. buffers: by global name, as `ParameterTable.buffers`. One process: nothing happens.
     """
     if context.world_size == 1:
         return []
     import torch.distributed as dist
 
     mine = {name: local_of(buffer) for name, buffer in buffers.items() if not is_cut(buffer)}
-    differing = _differing({name: tensor_crc32(buffer) for name, buffer in mine.items()}, context)
+    differing, group = _differing({name: tensor_crc32(buffer) for name, buffer in mine.items()}, context)
     for name in differing:
         whole = mine[name].contiguous()
-        dist.broadcast(whole, group=context.stage_group, group_src=0)
+        dist.broadcast(whole, group=group, group_src=0)
         if whole is not mine[name]:
             mine[name].copy_(whole)
     return differing
 
 
-def _differing(digests: dict[str, int], context: DistributedContext) -> list[str]:
-    """The names of this rank under which not all ranks have the same digest."""
-    if len(set(context.host.exchange(zlib.crc32(repr(digests).encode())))) == 1:  # one number, where nothing changed
-        return []
+def _differing(digests: dict[str, int], context: DistributedContext) -> tuple[list[str], ProcessGroup | None]:
+    """The names of this rank under which not all ranks of its stage have the same digest, and the group of these ranks."""
+    everywhere = context.host.exchange((context.pipeline_rank, zlib.crc32(repr(digests).encode())))
+    if len(set(everywhere)) == context.num_pipeline_ranks:  # one number for each stage, where nothing changed
+        return [], None
     found: dict[str, set[int]] = {}
-    for of_rank in context.host.exchange(digests):
-        for name, digest in of_rank.items():
-            found.setdefault(name, set()).add(digest)
-    return [name for name in digests if len(found[name]) > 1]
+    for place, of_rank in context.host.exchange((context.pipeline_rank, digests)):
+        if place == context.pipeline_rank:
+            for name, digest in of_rank.items():
+                found.setdefault(name, set()).add(digest)
+    # All ranks ask for the group, since making it takes all of them, and in another stage nothing may differ.
+    return [name for name in digests if len(found[name]) > 1], context.stage_group

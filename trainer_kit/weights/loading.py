@@ -10,17 +10,23 @@ Before editing: memory is the staging of one tensor plus the inputs of unfinishe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.mesh.layout import Layout, layout_of, local_of
+from trainer_kit.mesh.team import Team
+from trainer_kit.ties import same_bits
 from trainer_kit.weights.mapper import StateGroup, StateMapper
-from trainer_kit.weights.plan import LoadPlan, LoadReport, apply_group, plan_load
+from trainer_kit.weights.plan import LoadPlan, LoadReport, apply_group, check_fit, plan_load
 from trainer_kit.weights.reader import ModelStateReader
 from trainer_kit.weights.regions import is_plain
+
+if TYPE_CHECKING:
+    from trainer_kit.mesh.context import DistributedContext
+    from trainer_kit.weights.stages import StageState
 
 
 def load_model_state(
@@ -41,10 +47,45 @@ def load_model_state(
     Raises CheckpointError naming everything that does not fit, before any data is read.
     """
     reader = ModelStateReader(path)
-    plan = plan_load(reader.folder.url, reader.entries, mapper, targets, aliases or {}, allow_missing, allow_unexpected)
+    plan = plan_load(reader.entries, mapper, targets, aliases or {})
+    report = check_fit(reader.folder.url, reader.entries, [plan.findings], allow_missing, allow_unexpected)
     with torch.no_grad():
         _Stream(reader, mapper, plan, targets).run()
-    return plan.report
+    return report
+
+
+@torch.no_grad()
+def load_stages(
+    path: str | os.PathLike[str], parts: Callable[[], Sequence[tuple[StateMapper, StageState]]], context: DistributedContext
+) -> dict[str, list[int]]:
+    """`load_model_state` of the whole model: `parts` gives the mapper and the state of each stage of this rank. A collective.
+
+    Returns which stages the files gave each tensor to: a tied weight that stages share may be stored for one of them alone.
+    Raises what `load_model_state` does, on every rank.
+    """
+    team = Team.of(context)
+
+    def plan_all() -> tuple[ModelStateReader, list[tuple[StateMapper, StageState, LoadPlan]]]:
+        reader = ModelStateReader(path)
+        return reader, [(mapper, state, plan_load(reader.entries, mapper, state.tensors, state.aliases)) for mapper, state in parts()]
+
+    reader, plans = team.everywhere(plan_all)
+    is_first = context.rank == context.first_rank_of_stage
+    told = team.exchange({state.stage: plan.findings for _, state, plan in plans} if is_first else {})
+    by_stage = {stage: findings for of_rank in told for stage, findings in of_rank.items()}
+    found = {stage: by_stage[stage] for stage in sorted(by_stage)}
+    team.everywhere(lambda: check_fit(reader.folder.url, reader.entries, list(found.values())))
+
+    def run_all() -> None:
+        for mapper, state, plan in plans:
+            _Stream(reader, mapper, plan, state.tensors).run()
+
+    team.everywhere(run_all)
+    given: dict[str, list[int]] = {}
+    for stage, findings in found.items():
+        for name in findings.covered:
+            given.setdefault(name, []).append(stage)
+    return given
 
 
 class _Stream:
@@ -117,7 +158,7 @@ class _Stream:
         if name not in self._filled:
             target.copy_(part)
             self._filled[name] = output
-        elif not _same_bits(target, part.to(device=target.device, dtype=target.dtype)):
+        elif not same_bits(target, part.to(device=target.device, dtype=target.dtype)):
             raise CheckpointError(
                 f"{self._reader.folder.url} holds different values for {self._filled[name]!r} and {output!r}, which are one tied weight of "
                 f"the model ({name!r}); untie the model, or remove one of the two from the files"
@@ -126,8 +167,3 @@ class _Stream:
 
 def _takes_bytes(target: torch.Tensor, dtype: torch.dtype) -> bool:
     return type(target) is torch.Tensor and target.dtype == dtype and is_plain(target)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal bit by bit: a NaN equals itself."""
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))

@@ -1,6 +1,7 @@
 """What a load will do, decided from names, shapes and dtypes alone: which groups run, and everything that does not fit.
 
-No tensor data is read here. `loading.py` carries the plan out.
+No tensor data is read here. `loading.py` carries the plan out. With pipeline stages each has a plan of its own, and what one does not use
+another one may: `check_fit` looks at the findings of all.
 
 Before editing: a target counts as covered if the group of its canonical name, or of one of its aliases, has all its inputs in the
 files. Groups whose inputs are there always run, also for a second name of a tied weight: that is how a contradiction is noticed.
@@ -30,25 +31,34 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Findings:
+    """How files and targets fit, in values that go to other ranks.
+
+    used: names of stored tensors; covered: targets that are filled; missing: the other targets, with the stored names that they lack, None
+    if no group makes them; unknown: what the mapper makes and no target takes; misfits: texts about shapes and dtypes.
+    """
+
+    used: frozenset[str]
+    covered: frozenset[str]
+    missing: Mapping[str, list[str] | None]
+    unknown: Sequence[str]
+    misfits: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadPlan:
     """`copied`: input to outputs, read straight; `mapped`: groups to apply; `canonical`: the target of each output."""
 
     copied: Mapping[str, Sequence[str]]
     mapped: Sequence[StateGroup]
     canonical: Mapping[str, str]
-    report: LoadReport
+    findings: Findings
 
 
 def plan_load(
-    label: str,
-    entries: Mapping[str, TensorEntry],
-    mapper: StateMapper,
-    targets: Mapping[str, torch.Tensor],
-    aliases: Mapping[str, str],
-    allow_missing: Iterable[str],
-    allow_unexpected: Iterable[str],
+    entries: Mapping[str, TensorEntry], mapper: StateMapper, targets: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
 ) -> LoadPlan:
-    """Raises CheckpointError with every missing, unexpected, unknown and mis-shaped name, ConfigurationError for bad arguments."""
+    """Raises ConfigurationError for bad arguments; what does not fit is in the findings."""
     _check_targets(targets, aliases)
     groups = list(mapper.groups())
     second_names = _unlisted(groups, aliases)
@@ -59,8 +69,9 @@ def plan_load(
     canonical = {name: aliases.get(name, name) for group in groups for name in group.outputs}
     ready = [group for group in groups if group.inputs <= entries.keys()]
     covered = {canonical[name] for group in ready for name in group.outputs}
-    missing = [name for name in targets if name not in covered]
-    unexpected = sorted(entries.keys() - {name for group in groups for name in group.inputs})
+    used = entries.keys() & {name for group in groups for name in group.inputs}
+    missing = _lacking([name for name in targets if name not in covered], groups, canonical, entries)
+    unknown = sorted(name for name, target in canonical.items() if target not in targets)
     copied: dict[str, list[str]] = {}
     mapped = []
     for group in ready:
@@ -70,15 +81,37 @@ def plan_load(
         for name in sorted(group.outputs):
             copied.setdefault(copies[name], []).append(name)
 
+    misfits = _misfits(copied, mapped, mapper, entries, targets, canonical)
+    return LoadPlan(copied, mapped, canonical, Findings(frozenset(used), frozenset(covered & targets.keys()), missing, unknown, misfits))
+
+
+def check_fit(
+    label: str,
+    stored: Iterable[str],
+    found: Sequence[Findings],
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
+) -> LoadReport:
+    """Raises CheckpointError with every missing, unexpected, unknown and mis-shaped name. stored: names in the files; found: by stage."""
+    covered = frozenset().union(*(findings.covered for findings in found))  # of a tied weight that stages share, one copy is enough
+    missing: dict[str, list[str] | None] = {}
+    for findings in found:
+        for name, lacking in findings.missing.items():
+            if name not in covered:
+                missing[name] = lacking if missing.get(name) is None else [*(missing[name] or ()), *(lacking or ())]
+    unexpected = sorted(set(stored).difference(*(findings.used for findings in found)))
+    unknown = [name for findings in found for name in findings.unknown]
+    elsewhere = {name for name in unknown if name in covered or name in missing}
     unfit = {
-        "missing (in the model, not in the files)": _explain(_not_allowed(missing, allow_missing), groups, canonical, entries),
+        "missing (in the model, not in the files)": [_explain(name, missing[name]) for name in _not_allowed(missing, allow_missing)],
         "unexpected (in the files, used by nothing)": [repr(name) for name in _not_allowed(unexpected, allow_unexpected)],
-        "unknown to the model (the mapper makes them)": sorted(repr(n) for n, target in canonical.items() if target not in targets),
-        "of another shape or dtype": _misfits(copied, mapped, mapper, entries, targets, canonical),
+        "unknown to the model (the mapper makes them)": [repr(name) for name in unknown if name not in elsewhere],
+        "of another stage than that whose mapper makes them (load_mapper(ctx) is for ctx.stage alone)": sorted(map(repr, elsewhere)),
+        "of another shape or dtype": list(dict.fromkeys(text for findings in found for text in findings.misfits)),
     }
     if any(unfit.values()):
         raise CheckpointError(_message(label, unfit))
-    return LoadPlan(copied, mapped, canonical, LoadReport(tuple(missing), tuple(unexpected)))
+    return LoadReport(tuple(missing), tuple(unexpected))
 
 
 def _check_targets(targets: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
@@ -100,22 +133,25 @@ def _not_allowed(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _explain(
-    missing: Iterable[str], groups: Sequence[StateGroup], canonical: Mapping[str, str], entries: Mapping[str, TensorEntry]
-) -> list[str]:
-    """Each missing target with the inputs that it lacks, where they have other names."""
+def _lacking(
+    missing: Sequence[str], groups: Sequence[StateGroup], canonical: Mapping[str, str], entries: Mapping[str, TensorEntry]
+) -> dict[str, list[str] | None]:
+    """Each missing target with the inputs that it lacks."""
+    if not missing:
+        return {}
     lacking: dict[str, list[str]] = {}
     for group in groups:
         for output in group.outputs:
             lacking.setdefault(canonical[output], []).extend(sorted(group.inputs - entries.keys()))
-    texts = []
-    for name in missing:
-        if name not in lacking:
-            texts.append(f"{name!r} (no group of the mapper makes it)")
-        else:
-            others = [repr(lack) for lack in lacking[name] if lack != name]
-            texts.append(f"{name!r} (made from {', '.join(others)})" if others else repr(name))
-    return texts
+    return {name: lacking.get(name) for name in missing}
+
+
+def _explain(name: str, lacking: Sequence[str] | None) -> str:
+    """A missing target with what it would be made from, where that has another name."""
+    if lacking is None:
+        return f"{name!r} (no group of the mapper makes it)"
+    others = [repr(lack) for lack in dict.fromkeys(lacking) if lack != name]
+    return f"{name!r} (made from {', '.join(others)})" if others else repr(name)
 
 
 def _misfits(

@@ -1,8 +1,8 @@
 """How several ranks write one model state: rank 0 runs the writer, and asks the others for a tensor when its turn comes.
 
-Rank 0 may fail anywhere (a full disk, a folder of someone else), so nobody runs ahead: before each tensor that is cut over ranks it
+Rank 0 may fail anywhere (a full disk, a folder of someone else), so nobody runs ahead: before each tensor that it does not hold whole it
 announces the name, and the others give their parts; at the end it announces the file names, or the error. So no rank waits for one that
-has left. Not here: what is written, and how the parts come together (`whole.py`).
+has left. Not here: what is written, how the parts come together (`whole.py`), and how tensors of other stages come (`stages.py`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from trainer_kit.weights.reader import INDEX
 from trainer_kit.weights.regions import is_plain
 from trainer_kit.weights.serve import write_together
 from trainer_kit.weights.shards import Shard, cut, index_bytes, parse_size
-from trainer_kit.weights.whole import is_cut, whole_on_main
+from trainer_kit.weights.whole import is_cut, whole_on_first
 
 if TYPE_CHECKING:
     from trainer_kit.mesh.context import DistributedContext
@@ -47,9 +47,9 @@ class StateItem(NamedTuple):
 
 
 def items_of(tensors: Mapping[str, torch.Tensor], context: DistributedContext | None = None) -> list[StateItem]:
-    """Items for tensors that are at hand, or distributed over the ranks of `context`."""
+    """Items for tensors that are at hand, or distributed over the ranks of `context`; of a pipeline stage its first rank gets them."""
     return [
-        StateItem(name, tuple(tensor.shape), tensor.dtype, partial(whole_on_main, tensor, context), is_cut(tensor))
+        StateItem(name, tuple(tensor.shape), tensor.dtype, partial(whole_on_first, tensor, context), is_cut(tensor))
         for name, tensor in tensors.items()
     ]
 

@@ -56,6 +56,9 @@ def find_schedule(name: str) -> Schedule:
 
 def find_training_schedule(name: str) -> Schedule:
     """`find_schedule` for one with backwards. Raises ConfigurationError for the others too."""
+    if not any(_plain(known) == _plain(name) for known in SCHEDULES):
+        training = [known for known, schedule in SCHEDULES.items() if schedule.trains]
+        raise ConfigurationError(f"there is no pipeline schedule {name!r}; {nearest(name, training)}")
     schedule = find_schedule(name)
     check_trains(schedule)
     return schedule
