@@ -94,7 +94,7 @@ def job_all(layout, folder):
     return found
 
 
-@pytest.mark.parametrize("layout", ["1f1b", "zbv replicate"])
+@pytest.mark.parametrize("layout", ["1f1b"])
 def test_every_built_in_callback_works_in_a_pipeline(layout, tmp_path):
     """Design section 4 and contract 8: the records, clipping and weights of one process; rank 0 alone prints and writes."""
     assert set(BUILT_IN) == set(c.__all__)
@@ -249,7 +249,7 @@ def job_stops(layout):
     return found, [thread.name for thread in threading.enumerate() if "trainer_kit" in thread.name]
 
 
-@pytest.mark.parametrize("layout", ["zbv", "four"])
+@pytest.mark.parametrize("layout", ["four"])
 def test_one_rank_or_all_stop_the_run_at_one_step(layout):
     """Contract 42 and design decision 7: by a record, a signal to one rank, a wish of one rank."""
     ranks = run_on_ranks(num_ranks(layout), job_stops, layout)
