@@ -16,6 +16,7 @@ SCRIPTS = {
         ["hand-written loop", "trainer_kit ", "trainer_kit, AutoDataProvider", "log_every=50", "ratio"],
     ),
     "startup": (["--rounds", "1"], ["import torch", "import trainer_kit"]),
+    "pipeline": (["--smoke", "--pairs", "1", "--ranks", "2", "--only", "1f1b", "zbv"], ["1f1b ", "zbv ", "by torch, ms", "ratio"]),
 }
 
 

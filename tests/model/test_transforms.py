@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_kit.model.transforms import checkpoint_activations, compile_blocks
+from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.model.transforms import checkpoint_activations, compile_blocks, unmatched
+from trainer_kit.parallel.blocks import repeated_blocks
 
 WARNS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -116,3 +118,20 @@ def test_recomputing_is_undone_below_a_compiled_forward(model, calls):
         checkpoint_activations(model, wanted)
         compile_blocks(model, False)
         assert num_forwards(model, calls) == expected
+
+
+def test_a_stage_with_one_layer_has_a_block_too():
+    """Contract 23: layers under their number are blocks even if alone, so that every stage of a pipeline recomputes."""
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    stage = nn.ModuleDict({"layers": nn.ModuleDict({"7": layer}), "head": nn.Linear(2, 2)})
+    assert [name for name, _ in repeated_blocks(stage)] == ["layers.7"]
+    assert repeated_blocks(nn.ModuleDict({"main": layer, "other": nn.Linear(2, 2)})) == []
+    assert repeated_blocks(nn.ModuleDict({"0": nn.Linear(2, 2)})) == [], "without children there is nothing inside to recompute"
+
+
+def test_a_stage_need_not_have_what_another_one_has(model, calls):
+    """The names that no stage has are found over all of them; a whole model says at once what it lacks."""
+    assert len(unmatched(model, ("0", "7", "8"))) == 2 and unmatched(model, True) == [] and unmatched(nn.Linear(1, 1), True)
+    assert checkpoint_activations(model, ("0", "7"), is_whole=False) == ["0"] and num_forwards(model, calls) == 3
+    with pytest.raises(ConfigurationError, match="no module is named '7'"):
+        checkpoint_activations(model, ("0", "7"))

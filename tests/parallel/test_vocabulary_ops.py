@@ -24,7 +24,7 @@ def cut(logits, dim):
 
 
 def difference_job(shape, dim, function):
-    """The largest difference of the values and of the gradients of the logits, as `function(logits)` gives them."""
+    """The largest difference of the values and of the gradients of the logits, as `function(logits)` gives them; relative above 1."""
     enable_vocabulary_ops()
     logits = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     expected = function(logits)
@@ -34,7 +34,12 @@ def difference_job(shape, dim, function):
     found = whole_tensor(function(whole))
     found.backward(start)
     box = layout_of(whole).box
-    return (found - expected).abs().max().item(), max([0.0, *(local.grad - logits.grad[box]).abs().flatten().tolist()])
+    return relative(found, expected), relative(local.grad, logits.grad[box])
+
+
+def relative(found, expected):
+    differences = (found - expected).abs() / expected.abs().clamp(min=1)
+    return max([0.0, *differences.flatten().tolist()])
 
 
 TARGET = torch.tensor([0, 6, -100, 3])
