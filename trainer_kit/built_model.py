@@ -21,7 +21,7 @@ from trainer_kit.parameters import ParameterTable
 from trainer_kit.pipeline import PackRunner, SequentialRunner
 from trainer_kit.pipeline.transfer_spec import check_describes_transfers
 from trainer_kit.ties import TiedWeights
-from trainer_kit.weights.loading import load_stages
+from trainer_kit.weights.loading import StageLoad, load_stages
 from trainer_kit.weights.stages import stage_state
 
 if TYPE_CHECKING:
@@ -120,7 +120,26 @@ def _give_values(
     if path is None:
         ties.share_values()
         return
-    given = load_stages(path, lambda: [(provider.load_mapper(ctx), stage_state(table, ctx.stage.index)) for ctx in contexts], context)
+
+    def parts() -> list[StageLoad]:
+        return [
+            StageLoad(
+                provider.load_mapper(ctx),
+                stage_state(table, ctx.stage.index),
+                tuple(provider.may_be_missing(ctx)),
+                tuple(provider.may_be_unused(ctx)),
+            )
+            for ctx in contexts
+        ]
+
+    report, given = load_stages(path, parts, context)
+    if context.is_main and (report.missing or report.unexpected):
+        context.logger.info(
+            "loaded %s; allowed by the model provider: %s keep their initial values, and %s in the files have no use",
+            path,
+            ", ".join(report.missing) or "none",
+            ", ".join(report.unexpected) or "none",
+        )
     differing = {name for of_rank in Team.of(context).exchange(ties.share_values(given)) for name in of_rank}
     if differing:
         name = min(differing)

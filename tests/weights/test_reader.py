@@ -11,6 +11,7 @@ from trainer_kit.exceptions import CheckpointError, ConfigurationError
 from trainer_kit.storage import Folder
 from trainer_kit.weights import IdentityMapper, ModelStateReader, StateGroup, StateMapper, load_model_state
 from trainer_kit.weights.format import DTYPE_NAMES
+from trainer_kit.weights.pieces import whole
 
 from .memory import LiveBytes
 
@@ -58,8 +59,8 @@ class FanOut(StateMapper):
     def inverse(self, *, lossy=False):
         raise NotImplementedError
 
-    def copies(self):
-        return {"x": "a", "y": "a"}
+    def pieces(self, shapes):
+        return {name: [whole("a", shapes["a"])] for name in "xy"}
 
 
 class Ones(StateMapper):
@@ -338,7 +339,7 @@ def test_outputs_other_than_declared_are_refused(tmp_path):
         def apply(self, tensors):
             return {"x": tensors["a"]}
 
-        def copies(self):
+        def pieces(self, shapes):
             return {}
 
     save_file({"a": torch.arange(3.0)}, tmp_path / "model.safetensors")

@@ -142,6 +142,12 @@ class DistributedContext:
         """The ranks that share the stages of the model, in the order of their places; None without pipeline ranks."""
         return self.group("regular", "pp")
 
+    def transfer_device(self, group: ProcessGroup) -> torch.device:
+        """Where what is sent in a group lies: on the host, unless the group was made for devices alone."""
+        import torch.distributed as dist
+
+        return torch.device("cpu") if "cpu" in dist.get_backend_config(group) else self.device
+
     def dense_sizes(self) -> dict[str, int]:
         """The sizes of the dimensions of the dense domain within a pipeline stage, by name."""
         dense = domains_of(self.strategy.resolve(self.world_size))["dense"]

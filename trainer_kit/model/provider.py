@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,14 @@ class ModelProvider(ABC):
         from trainer_kit.weights.mapper import IdentityMapper
 
         return IdentityMapper(state_names(ctx.built()))
+
+    def may_be_missing(self, ctx: StageContext) -> Iterable[str]:
+        """Patterns of the model's names that a source model may lack: these tensors keep their initial values, which is told."""
+        return ()
+
+    def may_be_unused(self, ctx: StageContext) -> Iterable[str]:
+        """Patterns of stored names that the model may have no use for."""
+        return ()
 
     def export_mapper(self, ctx: StageContext) -> StateMapper:
         """From the model's names to the exported layout; by default the inverse of the load mapper."""

@@ -9,6 +9,7 @@ files. Groups whose inputs are there always run, also for a second name of a tie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,6 +19,7 @@ import torch
 from trainer_kit.exceptions import CheckpointError, ConfigurationError
 from trainer_kit.weights.format import TensorEntry
 from trainer_kit.weights.mapper import StateGroup, StateMapper, check_groups
+from trainer_kit.weights.pieces import Piece, whole
 
 MAX_LISTED = 100
 
@@ -47,24 +49,28 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """`copied`: input to outputs, read straight; `mapped`: groups to apply; `canonical`: the target of each output."""
+    """`mosaics`: output to its pieces of stored tensors, read straight; `mapped`: groups to apply; `canonical`: the target of each output."""
 
-    copied: Mapping[str, Sequence[str]]
+    mosaics: Mapping[str, Sequence[Piece]]
     mapped: Sequence[StateGroup]
     canonical: Mapping[str, str]
     findings: Findings
 
 
 def plan_load(
-    entries: Mapping[str, TensorEntry], mapper: StateMapper, targets: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
+    entries: Mapping[str, TensorEntry],
+    mapper: StateMapper,
+    targets: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    *,
+    allow_meta: bool = False,
 ) -> LoadPlan:
-    """Raises ConfigurationError for bad arguments; what does not fit is in the findings."""
-    _check_targets(targets, aliases)
+    """Raises ConfigurationError for bad arguments; what does not fit is in the findings. allow_meta: targets need no memory (a dry run)."""
+    _check_targets(targets, aliases, allow_meta)
     groups = list(mapper.groups())
     second_names = _unlisted(groups, aliases)
     groups += [StateGroup(frozenset((name,)), frozenset((name,))) for name in second_names]
     check_groups(groups)
-    copies = {**mapper.copies(), **{name: name for name in second_names}}
 
     canonical = {name: aliases.get(name, name) for group in groups for name in group.outputs}
     ready = [group for group in groups if group.inputs <= entries.keys()]
@@ -72,17 +78,16 @@ def plan_load(
     used = entries.keys() & {name for group in groups for name in group.inputs}
     missing = _lacking([name for name in targets if name not in covered], groups, canonical, entries)
     unknown = sorted(name for name, target in canonical.items() if target not in targets)
-    copied: dict[str, list[str]] = {}
-    mapped = []
-    for group in ready:
-        if not all(copies.get(name) in group.inputs for name in group.outputs):
-            mapped.append(group)
-            continue
-        for name in sorted(group.outputs):
-            copied.setdefault(copies[name], []).append(name)
-
-    misfits = _misfits(copied, mapped, mapper, entries, targets, canonical)
-    return LoadPlan(copied, mapped, canonical, Findings(frozenset(used), frozenset(covered & targets.keys()), missing, unknown, misfits))
+    tried = [_try(group, mapper, entries, second_names) for group in ready if group.outputs]
+    mosaics = {name: pieces for attempt in tried if attempt.is_mosaic for name, pieces in sorted(attempt.pieces.items())}
+    mapped = [attempt.group for attempt in tried if not attempt.is_mosaic and not attempt.fault]
+    misfits = [attempt.fault for attempt in tried if attempt.fault]
+    for name, output in [found for attempt in tried for found in attempt.outputs.items()]:
+        target = targets.get(canonical[name])
+        if target is not None and (text := _misfit(tuple(output.shape), output.dtype, target)):
+            misfits.append(f"{name!r} {text}")
+    findings = Findings(frozenset(used), frozenset(covered & targets.keys()), missing, unknown, misfits)
+    return LoadPlan(mosaics, mapped, canonical, findings)
 
 
 def check_fit(
@@ -114,11 +119,12 @@ def check_fit(
     return LoadReport(tuple(missing), tuple(unexpected))
 
 
-def _check_targets(targets: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
+def _check_targets(targets: Mapping[str, torch.Tensor], aliases: Mapping[str, str], allow_meta: bool) -> None:
     for alias, name in aliases.items():
         if alias in targets or name not in targets:
             raise ConfigurationError(f"aliases maps {alias!r} to {name!r}; a target was expected as value, and no target as key")
-    if lost := [name for name, target in targets.items() if target.device.type == "meta"]:
+    lost = [] if allow_meta else [name for name, target in targets.items() if target.device.type == "meta"]
+    if lost:
         raise ConfigurationError(f"targets without memory (on the meta device): {', '.join(lost)}; allocate them before loading")
 
 
@@ -154,30 +160,34 @@ def _explain(name: str, lacking: Sequence[str] | None) -> str:
     return f"{name!r} (made from {', '.join(others)})" if others else repr(name)
 
 
-def _misfits(
-    copied: Mapping[str, Sequence[str]],
-    mapped: Sequence[StateGroup],
-    mapper: StateMapper,
-    entries: Mapping[str, TensorEntry],
-    targets: Mapping[str, torch.Tensor],
-    canonical: Mapping[str, str],
-) -> list[str]:
-    found = [(name, entries[source].shape, entries[source].dtype) for source, names in copied.items() for name in names]
-    faults = []
-    for group in mapped:
-        inputs = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta") for name in group.inputs}
-        try:
-            outputs = apply_group(mapper, group, inputs)
-        except (RuntimeError, ValueError, IndexError) as error:
-            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
-            faults.append(f"{', '.join(sorted(map(repr, group.outputs)))} cannot be made from {shapes}: {error}")
-            continue
-        found += [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in outputs.items()]
-    for name, shape, dtype in found:
-        target = targets.get(canonical[name])
-        if target is not None and (text := _misfit(shape, dtype, target)):
-            faults.append(f"{name!r} {text}")
-    return faults
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """What a group gives for the stored shapes: its outputs without values, and the pieces of those that are mosaics; or why it fails."""
+
+    group: StateGroup
+    outputs: Mapping[str, torch.Tensor]
+    pieces: Mapping[str, Sequence[Piece]]
+    fault: str = ""
+
+    @property
+    def is_mosaic(self) -> bool:
+        return not self.fault and self.pieces.keys() >= self.group.outputs
+
+
+def _try(group: StateGroup, mapper: StateMapper, entries: Mapping[str, TensorEntry], second_names: Sequence[str]) -> _Attempt:
+    inputs = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta") for name in sorted(group.inputs)}
+    if not group.inputs.isdisjoint(second_names):  # of a tied weight: the mapper does not know it
+        return _Attempt(group, inputs, {name: [whole(name, tensor.shape)] for name, tensor in inputs.items()})
+    try:
+        outputs = apply_group(mapper, group, inputs)
+        pieces = mapper.pieces({name: tuple(tensor.shape) for name, tensor in inputs.items()})
+    except (RuntimeError, ValueError, IndexError) as error:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
+        return _Attempt(group, {}, {}, f"{', '.join(sorted(map(repr, group.outputs)))} cannot be made from {shapes}: {error}")
+    for name, parts in pieces.items():
+        if sum(math.prod(piece.output_sizes) for piece in parts) != outputs[name].numel():
+            raise ConfigurationError(f"{mapper!r} gave pieces of {name!r} that do not make up its shape {list(outputs[name].shape)}")
+    return _Attempt(group, outputs, pieces)
 
 
 def _misfit(shape: tuple[int, ...], dtype: torch.dtype, target: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import IO, Any
 
@@ -20,7 +20,7 @@ import torch
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.storage import Folder
 from trainer_kit.weights.format import TensorEntry, read_header
-from trainer_kit.weights.regions import read_region
+from trainer_kit.weights.regions import box_slabs, read_region
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -59,6 +59,26 @@ class ModelStateReader:
         """
         entry, label = self.entries[name], f"{self.folder.path(self.file_of[name])} (tensor {name!r})"
         read_region(handle, target, entry.start, entry.shape, offsets or (0,) * len(entry.shape), label)
+
+    def walk(self, names: Collection[str]) -> Iterator[tuple[IO[Any], str]]:
+        """These tensors in the order in which they lie in the files, each with its open file. Other files are not opened."""
+        for file in self.files:
+            needed = [name for name in names if self.file_of[name] == file]
+            if needed:
+                with self.open(file) as handle:
+                    for name in sorted(needed, key=lambda name: self.entries[name].start):
+                        yield handle, name
+
+    def read_into(self, handle: IO[Any], name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
+        """As `read`, into a target of another dtype too: converted a few megabytes at a time."""
+        dtype = self.entries[name].dtype
+        if type(target) is torch.Tensor and target.dtype == dtype:
+            self.read(handle, name, target, offsets)
+            return
+        for part, place in box_slabs(target, offsets):
+            staging = torch.empty(part.shape, dtype=dtype, device="cpu")
+            self.read(handle, name, staging, place)
+            part.copy_(staging)
 
     def _add(self, file: str, weight_map: Mapping[str, str]) -> None:
         label = self.folder.path(file)

@@ -115,3 +115,19 @@ def _slabs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     else:
         for row in tensor:
             yield from _slabs(row)
+
+
+def box_slabs(box: torch.Tensor, offsets: Sequence[int]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Views of at most PIECE_BYTES of a box that lies at `offsets` of something larger, each with its own offsets there."""
+    total = box.numel() * box.element_size()
+    if total <= PIECE_BYTES:
+        yield box, tuple(offsets)
+        return
+    num_rows = max(PIECE_BYTES * len(box) // total, 1)
+    for start in range(0, len(box), num_rows):
+        part, place = box[start : start + num_rows], (offsets[0] + start, *offsets[1:])
+        if part.numel() * part.element_size() <= PIECE_BYTES:
+            yield part, place
+        else:  # a row larger than a slab
+            for inner, deeper in box_slabs(part[0], place[1:]):
+                yield inner.unsqueeze(0), (place[0], *deeper)
