@@ -42,8 +42,9 @@ class Folder:
         try:
             return fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
+            package = "trainer_kit[hf]" if scheme == "hf" else "the fsspec package of that scheme"
             raise ConfigurationError(
-                f"no file system for {scheme}:// (in {url!r}): {error}. Use a local path, or install the fsspec package of that scheme"
+                f"no file system for {scheme}:// (in {url!r}): {error}. Use a local path, or install {package}"
             ) from error
 
     def __truediv__(self, name: str) -> Folder:
