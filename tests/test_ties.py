@@ -11,7 +11,7 @@ from trainer_kit.exceptions import ModelError
 from trainer_kit.optim import AdamW, build_update, optimizer_tensors
 from trainer_kit.parameters import ParameterTable, StateEntry, merged_entries
 from trainer_kit.testing import run_on_ranks
-from trainer_kit.ties import TiedWeights, tied_parameters
+from trainer_kit.ties import TiedWeights, same_bits, tied_parameters
 
 NUM_STAGES = 4
 
@@ -128,3 +128,10 @@ def test_every_module_with_an_extra_state_is_found():
         module.register_parameter(f"w{stage}", nn.Parameter(torch.ones(1)))
     table = ParameterTable([first, second], indices=(0, 3), num_stages=NUM_STAGES)
     assert table.extra_states() == [("", first), ("sub", first.sub), ("", second)]
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(4.0)[::2][:1], torch.zeros(4, 0)[:, ::2], torch.tensor(1.0), torch.arange(6.0).view(2, 3).T])
+def test_bits_are_compared_whatever_the_strides(tensor):
+    """A tensor of one element, or of none, counts as contiguous with any stride."""
+    assert same_bits(tensor, tensor.clone())
+    assert not tensor.numel() or not same_bits(tensor, tensor + 1)

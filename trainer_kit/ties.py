@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from trainer_kit.exceptions import ModelError
+from trainer_kit.mesh.layout import as_bytes
 
 if TYPE_CHECKING:
     from trainer_kit.mesh.context import DistributedContext
@@ -103,7 +104,7 @@ class TiedWeights:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal bit by bit: a NaN equals itself."""
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(as_bytes(one.contiguous()), as_bytes(other.contiguous()))
 
 
 def _gradient(row: ParameterRow) -> torch.Tensor:

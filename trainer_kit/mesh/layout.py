@@ -53,6 +53,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor).detach() if is_distributed(tensor) else tensor.detach()
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as bytes, sharing it: not every back-end sends every dtype, and bytes compare bit by bit."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # with one element or none any stride counts as contiguous
+
+
 def layout_of(tensor: torch.Tensor) -> Layout:
     """The layout of a plain tensor or a DTensor. Raises ModelError for placements that are no part of the whole (Partial)."""
     if not is_distributed(tensor):

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer_kit.exceptions import ModelError
 from trainer_kit.mesh.context import DistributedContext
-from trainer_kit.mesh.layout import is_distributed, is_shard, layout_of
+from trainer_kit.mesh.layout import as_bytes, is_distributed, is_shard, layout_of
 from trainer_kit.model.allocate import check_aliases
 from trainer_kit.model.provider import CallableProvider, ModelProvider, ModuleProvider, StageContext
 from trainer_kit.names import alias_table, all_tensors
@@ -88,8 +88,7 @@ def broadcast_values(module: nn.Module, context: DistributedContext) -> None:
     for _, tensor in tensors.values() if group is not None else ():
         if tensor.numel():
             values = tensor.contiguous()
-            # As bytes: not every backend knows every dtype.
-            dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
+            dist.broadcast(as_bytes(values), group=group, group_src=0)
             if values is not tensor:
                 tensor.copy_(values)
 

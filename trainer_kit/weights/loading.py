@@ -21,7 +21,7 @@ from trainer_kit.mesh.layout import layout_of, local_of
 from trainer_kit.mesh.team import Team
 from trainer_kit.ties import same_bits
 from trainer_kit.weights.format import num_bytes
-from trainer_kit.weights.loading_bar import loading_bar
+from trainer_kit.weights.loading_bar import LoadingBar
 from trainer_kit.weights.mapped import in_order_of_files, made_here, received
 from trainer_kit.weights.mapper import StateMapper
 from trainer_kit.weights.pieces import Piece
@@ -55,7 +55,7 @@ def load_model_state(
     plan = plan_load(reader.entries, mapper, targets, aliases or {})
     report = check_fit(reader.folder.url, reader.entries, [plan.findings], allow_missing, allow_unexpected)
     stream = _Stream(reader, mapper, plan, targets)
-    with torch.no_grad(), loading_bar(reader.folder.url, stream.num_bytes()) as tell:
+    with torch.no_grad(), LoadingBar(reader.folder.url, stream.num_bytes()) as tell:
         stream.read_mosaics(tell)
         stream.take_mapped(None, tell)
         stream.compare_second_names()
@@ -97,7 +97,7 @@ def load_stages(
     streams = [_Stream(reader, part.mapper, plan, part.state.tensors) for part, plan in plans]
     size = sum(stream.num_bytes(reads_mapped=is_first) for stream in streams)
     _ = context.stage_group  # making it takes all ranks, and not every stage may need it
-    with loading_bar(reader.folder.url, size, is_shown=context.local_rank == 0) as tell:
+    with LoadingBar(reader.folder.url, size, is_shown=context.local_rank == 0) as tell:
         for act in (
             lambda stream: stream.read_mosaics(tell),
             lambda stream: stream.take_mapped(context, tell),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer_kit.mesh.layout import as_bytes
 from trainer_kit.mesh.team import portable
 from trainer_kit.weights.mapper import StateGroup, StateMapper
 from trainer_kit.weights.plan import apply_group
@@ -82,7 +83,7 @@ def _sending(made: Iterator[Outputs], group: ProcessGroup, context: DistributedC
         _tell([None, *((name, tuple(outputs[name].shape), outputs[name].dtype) for name in names)], group, device)
         for name in names:
             if outputs[name].numel():
-                dist.broadcast(_bytes(outputs[name].to(device).contiguous()), group=group, group_src=0)
+                dist.broadcast(as_bytes(outputs[name].to(device).contiguous()), group=group, group_src=0)
         yield outputs
 
 
@@ -96,7 +97,7 @@ def _receive(group: ProcessGroup, context: DistributedContext) -> Outputs:
     outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in heads}
     for tensor in outputs.values():
         if tensor.numel():
-            dist.broadcast(_bytes(tensor), group=group, group_src=0)
+            dist.broadcast(as_bytes(tensor), group=group, group_src=0)
     return outputs
 
 
@@ -108,7 +109,3 @@ def _tell(value: list[Any] | None, group: ProcessGroup, device: torch.device) ->
     told: list[Any] = box[0]
     return told
 
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: not every back-end sends every dtype."""
-    return tensor.view(-1).view(torch.uint8)

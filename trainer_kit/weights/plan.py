@@ -19,7 +19,7 @@ import torch
 from trainer_kit.exceptions import CheckpointError, ConfigurationError
 from trainer_kit.weights.format import TensorEntry
 from trainer_kit.weights.mapper import StateGroup, StateMapper, check_groups
-from trainer_kit.weights.pieces import Piece, whole
+from trainer_kit.weights.pieces import Piece, Shape, whole
 
 MAX_LISTED = 100
 
@@ -49,7 +49,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """`mosaics`: output to its pieces of stored tensors, read straight; `mapped`: groups to apply; `canonical`: the target of each output."""
+    """`mosaics`: output to its pieces of stored tensors, read straight; `mapped`: groups to apply; `canonical`: output to its target."""
 
     mosaics: Mapping[str, Sequence[Piece]]
     mapped: Sequence[StateGroup]
@@ -82,9 +82,9 @@ def plan_load(
     mosaics = {name: pieces for attempt in tried if attempt.is_mosaic for name, pieces in sorted(attempt.pieces.items())}
     mapped = [attempt.group for attempt in tried if not attempt.is_mosaic and not attempt.fault]
     misfits = [attempt.fault for attempt in tried if attempt.fault]
-    for name, output in [found for attempt in tried for found in attempt.outputs.items()]:
+    for name, (shape, dtype) in [found for attempt in tried for found in attempt.outputs.items()]:
         target = targets.get(canonical[name])
-        if target is not None and (text := _misfit(tuple(output.shape), output.dtype, target)):
+        if target is not None and (text := _misfit(shape, dtype, target)):
             misfits.append(f"{name!r} {text}")
     findings = Findings(frozenset(used), frozenset(covered & targets.keys()), missing, unknown, misfits)
     return LoadPlan(mosaics, mapped, canonical, findings)
@@ -162,32 +162,45 @@ def _explain(name: str, lacking: Sequence[str] | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """What a group gives for the stored shapes: its outputs without values, and the pieces of those that are mosaics; or why it fails."""
+    """What a group gives for the stored shapes: shape and dtype of its outputs, and the pieces of all of them if they are mosaics; or why
+    it fails."""
 
     group: StateGroup
-    outputs: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, tuple[Shape, torch.dtype]]
     pieces: Mapping[str, Sequence[Piece]]
     fault: str = ""
 
     @property
     def is_mosaic(self) -> bool:
-        return not self.fault and self.pieces.keys() >= self.group.outputs
+        return bool(self.pieces)
 
 
 def _try(group: StateGroup, mapper: StateMapper, entries: Mapping[str, TensorEntry], second_names: Sequence[str]) -> _Attempt:
-    inputs = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta") for name in sorted(group.inputs)}
-    if not group.inputs.isdisjoint(second_names):  # of a tied weight: the mapper does not know it
-        return _Attempt(group, inputs, {name: [whole(name, tensor.shape)] for name, tensor in inputs.items()})
+    shapes = {name: entries[name].shape for name in sorted(group.inputs)}
     try:
+        if not group.inputs.isdisjoint(second_names):  # of a tied weight: the mapper does not know it
+            pieces: Mapping[str, Sequence[Piece]] = {name: [whole(name, shape)] for name, shape in shapes.items()}
+        else:
+            pieces = mapper.pieces(shapes)
+        dtypes = {name: {entries[piece.source].dtype for piece in parts} for name, parts in pieces.items()}
+        if pieces.keys() == group.outputs and all(len(found) == 1 for found in dtypes.values()):
+            return _Attempt(group, {name: (_shape_of(mapper, name, pieces[name]), min(dtypes[name], key=str)) for name in pieces}, pieces)
+        # Without pieces the mapper itself must say; its first meta operation makes torch import much, so it is not asked for nothing.
+        inputs = {name: torch.empty(shape, dtype=entries[name].dtype, device="meta") for name, shape in shapes.items()}
         outputs = apply_group(mapper, group, inputs)
-        pieces = mapper.pieces({name: tuple(tensor.shape) for name, tensor in inputs.items()})
     except (RuntimeError, ValueError, IndexError) as error:
-        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
-        return _Attempt(group, {}, {}, f"{', '.join(sorted(map(repr, group.outputs)))} cannot be made from {shapes}: {error}")
-    for name, parts in pieces.items():
-        if sum(math.prod(piece.output_sizes) for piece in parts) != outputs[name].numel():
-            raise ConfigurationError(f"{mapper!r} gave pieces of {name!r} that do not make up its shape {list(outputs[name].shape)}")
-    return _Attempt(group, outputs, pieces)
+        told = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        return _Attempt(group, {}, {}, f"{', '.join(sorted(map(repr, group.outputs)))} cannot be made from {told}: {error}")
+    return _Attempt(group, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in outputs.items()}, {})
+
+
+def _shape_of(mapper: StateMapper, name: str, pieces: Sequence[Piece]) -> Shape:
+    """The shape that the pieces make up."""
+    ends = [[offset + size for offset, size in zip(piece.offsets, piece.output_sizes, strict=True)] for piece in pieces]
+    shape = tuple(max(of_dim) for of_dim in zip(*ends, strict=True))
+    if sum(math.prod(piece.output_sizes) for piece in pieces) != math.prod(shape):
+        raise ConfigurationError(f"{mapper!r} gave pieces of {name!r} that do not make up a tensor of shape {list(shape)}")
+    return shape
 
 
 def _misfit(shape: tuple[int, ...], dtype: torch.dtype, target: torch.Tensor) -> str:
