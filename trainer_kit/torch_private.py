@@ -346,3 +346,26 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A DTensor gathered on all ranks of its mesh, which must all call this; any other tensor as it is."""
     dtensor = distributed_tensor_type()
     return tensor.full_tensor() if dtensor is not None and isinstance(tensor, dtensor) else tensor  # type: ignore[attr-defined]
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, bias: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scaled_dot_product_attention` and the logsumexp of the scores, which it keeps to itself. (B, heads, T, E); `bias` on a CPU only."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale)
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[:2]
+
+
+def flash_attention_backward(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], gradient: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor,
+    *, is_causal: bool, bias: torch.Tensor | None, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of queries, keys and values. The keys may be some of those that `out` and `logsumexp` are over."""
+    aten, q, saved = torch.ops.aten, inputs[0], (gradient, *inputs, out, logsumexp.contiguous())
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(*saved, 0.0, is_causal, attn_mask=bias, scale=scale)
+    state = q.new_empty(2, dtype=torch.uint64)  # of the random numbers, which are not used without dropout
+    lengths = (None, None, q.shape[2], inputs[1].shape[2])
+    return aten._scaled_dot_product_flash_attention_backward(*saved, *lengths, 0.0, is_causal, state, state, scale=scale)
