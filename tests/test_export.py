@@ -345,3 +345,62 @@ def test_a_bad_gradient_that_was_not_read_yet_stops_an_export(tmp_path, monkeypa
     with pytest.raises(NonFiniteError):
         trainer.export(tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_companions_and_the_dtype_they_tell(tmp_path):
+    """B93: the config beside bf16 weights says bf16, whatever that of the base says."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "float32"}))
+    make().export(tmp_path / "model", dtype=torch.bfloat16, companions=tmp_path)
+    assert json.loads((tmp_path / "model" / "config.json").read_text()) == {"model_type": "llama", "torch_dtype": "bfloat16"}
+    assert {x.dtype for name, x in written(tmp_path / "model").items() if name != "calls"} == {torch.bfloat16}
+
+
+def streamed(trainer: Trainer, *args: Any, **options: Any) -> list[list[tuple[str, torch.Tensor]]]:
+    with trainer.model_state(*args, **options) as buckets:
+        return list(buckets)
+
+
+def test_the_model_state_is_a_stream_of_what_an_export_writes(tmp_path):
+    """In its order, mapped and cast alike, in buckets of at most so many bytes or one larger tensor."""
+    trainer = make(Foreign())
+    trainer.fit()
+    trainer.export(tmp_path / "model", dtype=torch.bfloat16)
+    buckets = streamed(trainer, bucket_bytes=16, dtype=torch.bfloat16)
+    assert same({name: tensor for bucket in buckets for name, tensor in bucket}, written(tmp_path / "model"))
+    assert [[name for name, _ in bucket] for bucket in buckets] == [
+        ["model.calls"], ["model.first.weight"], ["model.first.bias", "model.second.weight"], ["model.second.bias"],
+    ]  # fmt: skip
+    with trainer.model_state() as whole, trainer.model_state(to="main", bucket_bytes="1GB") as main:
+        assert len(whole) == len(main) == 1 and len(next(whole)) == len(next(main)) == 5
+        assert list(whole) == []
+
+
+def test_the_tensors_of_a_stream_do_not_change_with_the_model():
+    """They are the receiver's own, whatever the mapper gives back."""
+    trainer = make()
+    trainer.build()
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    for mapper in (None, IdentityMapper(before), SameTensors(before)):
+        found = {name: tensor for bucket in streamed(trainer, mapper) for name, tensor in bucket}
+        with torch.no_grad():
+            trainer.model.first.weight.add_(1)
+        assert same(found, before)
+        trainer.model.load_state_dict(before)
+
+
+class SameTensors(Prefix):
+    """Hands its inputs through."""
+
+    def __init__(self, names: Sequence[str]):
+        super().__init__(names, "")
+
+    def apply(self, tensors):
+        return dict(tensors)
+
+
+def test_what_a_stream_is_asked_for_is_checked():
+    trainer = make()
+    asked = ({"to": "rank 0"}, {"bucket_bytes": "big"}, {"mapper": 3})
+    for options, words in zip(asked, ('expected "all" or "main"', "bucket_bytes='big'", r"model_state\(mapper=3\)"), strict=True):
+        with pytest.raises(ValueError, match=words):
+            streamed(trainer, **options)

@@ -155,7 +155,8 @@ MAY_IMPORT = {
     "gradients": BASE | LOWER,
     "pipeline": BASE | LOWER | {"task", "metrics", "data"},
     "model": BASE | LOWER | MIDDLE | {"task", "parallel"},
-    "models": BASE | {"model", "parallel"},
+    "models": BASE | {"model", "parallel", "callback", "weights"},
+    "peft": BASE | LOWER | {"model", "models", "parallel", "weights"},
     "checkpoint": BASE | LOWER | MIDDLE | INTERFACES,
     "causal_lm": BASE | {"task", "metrics"},
     "reduction": BASE | LOWER | MIDDLE,
@@ -260,6 +261,7 @@ def test_what_is_exported_is_there_and_described():
         "trainer_kit.metrics",
         "trainer_kit.data",
         "trainer_kit.parallel",
+        "trainer_kit.peft",
         "trainer_kit.weights",
     ):
         module = importlib.import_module(package)

@@ -130,7 +130,9 @@ def test_every_module_with_an_extra_state_is_found():
     assert table.extra_states() == [("", first), ("sub", first.sub), ("", second)]
 
 
-@pytest.mark.parametrize("tensor", [torch.arange(4.0)[::2][:1], torch.zeros(4, 0)[:, ::2], torch.tensor(1.0), torch.arange(6.0).view(2, 3).T])
+@pytest.mark.parametrize(
+    "tensor", [torch.arange(4.0)[::2][:1], torch.zeros(4, 0)[:, ::2], torch.tensor(1.0), torch.arange(6.0).view(2, 3).T]
+)
 def test_bits_are_compared_whatever_the_strides(tensor):
     """A tensor of one element, or of none, counts as contiguous with any stride."""
     assert same_bits(tensor, tensor.clone())

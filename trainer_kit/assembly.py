@@ -26,6 +26,7 @@ from trainer_kit.config import TrainerConfig
 from trainer_kit.data import DataProvider, DataStream
 from trainer_kit.description import shown_once
 from trainer_kit.environment import check_host_sync_support
+from trainer_kit.exceptions import ModelError, StateError
 from trainer_kit.gradients import Gradients, NonFiniteGuard
 from trainer_kit.loop import TrainingLoop
 from trainer_kit.mesh import DistributedContext, MeshStrategy
@@ -91,6 +92,22 @@ class Parts:
     model: BuiltModel | None = None
     optimizer: torch.optim.Optimizer | None = None
     training: TrainingParts | None = None
+
+    def built_model(self) -> BuiltModel:
+        """The model. Raises StateError before it is there."""
+        if self.model is None:
+            raise StateError("the model is not built yet; call trainer.build() first")
+        return self.model
+
+    def for_training(self) -> TrainingParts:
+        """The parts that only training needs. Raises ModelError if there is nothing to train, StateError before they are there."""
+        if not self.built_model().table.has_trainable:
+            raise ModelError(
+                "the model has no trainable parameter, so nothing can be trained or resumed; unfreeze one with requires_grad_(True)"
+            )
+        if self.training is None:
+            raise StateError("the build is not that far yet; use this from on_lr_scheduler_ready on")
+        return self.training
 
 
 @dataclass

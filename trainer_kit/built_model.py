@@ -5,7 +5,7 @@ Not here: how a single stage is built (`model/`), the programs and the runtime o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,8 +137,8 @@ def _give_values(
         context.logger.info(
             "loaded %s; allowed by the model provider: %s keep their initial values, and %s in the files have no use",
             path,
-            ", ".join(report.missing) or "none",
-            ", ".join(report.unexpected) or "none",
+            _few(report.missing),
+            _few(report.unexpected),
         )
     differing = {name for of_rank in Team.of(context).exchange(ties.share_values(given)) for name in of_rank}
     if differing:
@@ -147,6 +147,10 @@ def _give_values(
             f"{path} holds different values for the copies of the tied weight {name!r} in the stages {', '.join(map(str, given[name]))}; "
             "untie the model, or remove all but one from the files"
         )
+
+
+def _few(names: Sequence[str], limit: int = 5) -> str:
+    return (", ".join(names[:limit]) or "none") + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _caller(module: nn.Module, config: TrainerConfig) -> Callable[[Any, Any], Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trainer_kit import events
 from trainer_kit.callback import Dispatcher
@@ -18,6 +19,9 @@ from trainer_kit.exceptions import StateError
 from trainer_kit.mesh import DistributedContext
 from trainer_kit.random_state import RandomStreams
 from trainer_kit.run_state import Requests, RunState
+
+if TYPE_CHECKING:
+    from trainer_kit.assembly import Parts, Recipe
 
 
 @dataclass
@@ -118,6 +122,20 @@ def telling(dispatcher: Dispatcher, run: RunState, report: Callable[[BaseExcepti
             except Exception as failure:
                 error.add_note(f"besides, closing failed: {type(failure).__name__}: {failure}")
         raise
+
+
+def close_all(context: DistributedContext | None, recipe: Recipe, parts: Parts | None, saver: CheckpointSaver | None) -> None:
+    """Close what a trainer opened so far: each of them whatever another one raises, the last one first."""
+    with ExitStack() as closing:
+        if context is not None:
+            closing.callback(context.close)
+        closing.callback(recipe.task.finalize)
+        closing.callback(recipe.data.close)
+        if parts is not None and parts.training is not None:
+            closing.callback(parts.training.loop.stream.close)
+            closing.callback(parts.training.loop.gradients.close)
+        if saver is not None:
+            closing.callback(saver.close)
 
 
 @contextmanager

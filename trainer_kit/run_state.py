@@ -90,6 +90,11 @@ class Requests:
             self.clear()
             raise
 
+    def carry_out_if_idle(self) -> None:
+        """Do so outside of fits, where no step comes after which it would be done."""
+        if self.run.phase == "idle":
+            self.carry_out()
+
     def clear(self) -> None:
         """Forget what is pending, after an error."""
         self._pending.clear()

@@ -83,6 +83,11 @@ class Folder:
             return []
         return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in self._fs.ls(self._root, detail=False))
 
+    def refresh(self) -> None:
+        """Forget what a file system behind a URL remembers of it: other processes may have written there."""
+        if not self.is_local:
+            self._fs.invalidate_cache(self._root)
+
     def size(self, name: str) -> int:
         """Bytes of a file."""
         return os.path.getsize(self._at(name)) if self.is_local else int(self._fs.size(self._at(name)))

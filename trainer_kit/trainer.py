@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,11 +25,11 @@ from trainer_kit.data import DataProvider, as_provider
 from trainer_kit.default_callbacks import with_defaults
 from trainer_kit.description import Description, describe
 from trainer_kit.events import Event
-from trainer_kit.exceptions import ConfigurationError, ModelError, StateError
-from trainer_kit.exporting import export_model
+from trainer_kit.exceptions import ConfigurationError, StateError
+from trainer_kit.exporting import ModelWeights
 from trainer_kit.fitting import Fitting
 from trainer_kit.inference import Inference
-from trainer_kit.lifecycle import telling, together
+from trainer_kit.lifecycle import close_all, telling, together
 from trainer_kit.mesh import DistributedContext, MeshStrategy
 from trainer_kit.model import ModelProvider, as_model_provider
 from trainer_kit.optim import as_lr_scheduler_provider, as_optimizer_provider
@@ -39,6 +39,8 @@ from trainer_kit.run_state import Requests, RunState, weakly
 from trainer_kit.saving import Saving
 from trainer_kit.task import Task, checked_task
 from trainer_kit.weights import StateMapper
+from trainer_kit.weights.companions import StrPath
+from trainer_kit.weights.stream import Receivers, StateStream
 
 if TYPE_CHECKING:
     from trainer_kit.pipeline.runtime import PipelineRunner
@@ -173,18 +175,10 @@ class Trainer:
         return self._dispatcher.listeners()
 
     def _model(self) -> assembly.BuiltModel:
-        if self._parts is None or self._parts.model is None:
-            raise StateError("the model is not built yet; call trainer.build() first")
-        return self._parts.model
+        return (self._parts or assembly.Parts()).built_model()
 
     def _training(self) -> assembly.TrainingParts:
-        if not self._model().table.has_trainable:
-            raise ModelError(
-                "the model has no trainable parameter, so nothing can be trained or resumed; unfreeze one with requires_grad_(True)"
-            )
-        if self._parts is None or self._parts.training is None:
-            raise StateError("the build is not that far yet; use this from on_lr_scheduler_ready on")
-        return self._parts.training
+        return (self._parts or assembly.Parts()).for_training()
 
     # ---- build
 
@@ -247,9 +241,7 @@ class Trainer:
     def emit(self, event: Event) -> None:
         """Send an event, of the user's own type too, to the callbacks that have its method."""
         if not isinstance(event, Event):
-            raise ConfigurationError(
-                f"emit({event!r}): found a {type(event).__name__}, expected a record of an Event class: MyEvent(trainer=...)"
-            )
+            raise ConfigurationError(f"emit({event!r}): found a {type(event).__name__}, expected an Event: MyEvent(trainer=...)")
         self._dispatcher.send(event)
 
     def request(self, kind: Literal["evaluate", "save"], **arguments: Any) -> None:
@@ -276,11 +268,11 @@ class Trainer:
         self._run.refuse_inside_step("evaluate()", "trainer.request('evaluate', data=...) does it after the step")
         with self._together("evaluate()", name=name):
             values = self._evaluate(data, task=task, name=name)
-            self._carry_out_if_idle()
+            self._requests.carry_out_if_idle()
         return values
 
     def _evaluate(self, data: Any, *, task: Task | None = None, name: str = "val") -> dict[str, float]:
-        values = self._inference().evaluate(data, self._task(task), name)
+        values = self._inference().evaluate(data, checked_task(self.task if task is None else task), name)
         self._deliver(self._run.step, dict(values))
         return values
 
@@ -292,13 +284,9 @@ class Trainer:
         results: list[Any] = []
         self._run.refuse_inside_step("predict()", "call it after fit() or in on_fit_end")
         with self._together("predict()"):
-            self._inference().predict(data, self._task(task), each or results.append)
-            self._carry_out_if_idle()
+            self._inference().predict(data, checked_task(self.task if task is None else task), each or results.append)
+            self._requests.carry_out_if_idle()
         return results
-
-    def _carry_out_if_idle(self) -> None:
-        if self._run.phase == "idle":
-            self._requests.carry_out()
 
     def _together(self, what: str, **arguments: object) -> AbstractContextManager[None]:
         return together(what, self.context, self._run, arguments)
@@ -306,9 +294,6 @@ class Trainer:
     def _report(self, error: BaseException) -> None:
         if "context" in vars(self):  # else it is what kept the ranks from meeting
             self.context.failures.report(error)
-
-    def _task(self, task: Task | None) -> Task:
-        return self.task if task is None else checked_task(task)
 
     def _inference(self) -> Inference:
         self.build()
@@ -361,20 +346,46 @@ class Trainer:
         mapper: StateMapper | None = None,
         dtype: torch.dtype | None = None,
         max_shard_size: int | str = "5GB",
+        companions: StrPath | Sequence[StrPath] | None = None,
     ) -> list[str]:
         """Write the weights as safetensors, `model.safetensors` or shards with an index, and return the file names.
 
         mapper: from the model's names to the layout of the files; None: the provider's. dtype: casts floating-point weights.
-        max_shard_size: bytes, or a text such as "4GB". A tied weight is written once, under its first name. On a mesh all ranks call
-        it, and the files are the same as those of one process.
+        max_shard_size: bytes, or a text such as "4GB". A tied weight is written once, under its first name. companions: a folder whose
+        configuration and tokenizer files are copied beside the weights, or a list of files; with `dtype`, `config.json` says so.
+        On a mesh all ranks call it and share the work, in a folder that all see; the files are the same as those of one process.
         """
-        self._run.refuse_inside_step("export()", "call it after fit() or in on_fit_end")
-        with self._together("export()", path=path, dtype=dtype, max_shard_size=max_shard_size):
+        asked: Any = {"path": path, "dtype": dtype, "max_shard_size": max_shard_size, "companions": companions}
+        with self._weights("export()", **asked) as weights:
+            return weights.export(mapper, **asked)
+
+    @contextmanager
+    def model_state(
+        self,
+        mapper: StateMapper | None = None,
+        *,
+        bucket_bytes: int | str = "512MB",
+        dtype: torch.dtype | None = None,
+        to: Receivers = "all",
+    ) -> Iterator[StateStream]:
+        """The tensors that `export` would write, for an engine in this process: `with trainer.model_state() as buckets`.
+
+        `for bucket in buckets` gives lists of (name, tensor) pairs, of at most `bucket_bytes` or one larger tensor. The tensors are whole,
+        on the device of the run, and yours: the model does not change them. to="main": those of rank 0; elsewhere buckets are empty.
+        On a mesh all ranks call it and take the same buckets; leave early on all of them or on none. Train after the block, not in it.
+        """
+        asked: Any = {"bucket_bytes": bucket_bytes, "dtype": dtype, "to": to}
+        with self._weights("model_state()", **asked) as weights, weights.stream(mapper, **asked) as stream:
+            yield stream
+
+    @contextmanager
+    def _weights(self, what: str, **arguments: object) -> Iterator[ModelWeights]:
+        self._run.refuse_inside_step(what, "call it after fit() or in on_fit_end")
+        with self._together(what, **arguments):
             self.build()
-            model, provider = self._model(), self.recipe.model_provider
-            if model.table.has_trainable:
+            if self._model().table.has_trainable:
                 self._training().loop.guard.resolve()
-            return export_model(model, provider, self.context, path, mapper=mapper, dtype=dtype, max_shard_size=max_shard_size)
+            yield ModelWeights(self._model(), self.recipe.model_provider, self.context)
 
     def describe(self) -> Description:
         """The parts, the batch arithmetic, parameter counts, the mesh, and who listens to what; shows as a table in a notebook."""
@@ -384,16 +395,6 @@ class Trainer:
         """Leave nothing running: workers, files, the task. The trainer cannot be used afterwards."""
         if self._run.phase != "idle":
             raise StateError("close() inside fit(); use trainer.stop(reason) to end it")
-        if self._closed:
-            return
-        self._closed = True
-        with ExitStack() as closing:  # each of them whatever another one raises, the last one first
-            if "context" in vars(self):
-                closing.callback(self.context.close)
-            closing.callback(self.recipe.task.finalize)
-            closing.callback(self.recipe.data.close)
-            if self._parts is not None and self._parts.training is not None:
-                closing.callback(self._parts.training.loop.stream.close)
-                closing.callback(self._parts.training.loop.gradients.close)
-            if "_saver" in vars(self):
-                closing.callback(self._saver.close)
+        if not self._closed:
+            self._closed = True
+            close_all(vars(self).get("context"), self.recipe, self._parts, vars(self).get("_saver"))

@@ -36,11 +36,15 @@ def test_logits_have_the_shape_of_the_ids_and_the_vocabulary():
     [
         ((IDS,), r"in a tuple, expected token ids \(batch, length\)"),
         (IDS[0], r"of shape \(7,\)"),
-        ({"input_ids": IDS, "attention_mask": IDS}, r"\['attention_mask', 'input_ids'\], expected token ids"),
+        ({"input_ids": IDS, "pixels": IDS}, r"\['input_ids', 'pixels'\], expected token ids"),
+        ({"attention_mask": IDS}, r"\['attention_mask'\], expected token ids"),
+        ({"input_ids": IDS, "attention_mask": IDS[:, None, None]}, r"attention_mask of shape \(2, 1, 1, 7\).*of shape \(2, 7\)"),
+        ({"input_ids": IDS, "attention_mask": IDS.float()}, r"attention_mask of .*float32, expected whole numbers"),
+        ({"input_ids": IDS, "position_ids": IDS[:, :3]}, r"position_ids of shape \(2, 3\).*below max_seq_len=12"),
     ],
 )
 def test_inputs_of_another_kind_are_refused(inputs, words):
-    """A mask would be left out silently."""
+    """What is not known would be left out silently."""
     with pytest.raises(ModelError, match=words):
         ModelCaller(build())(inputs)
 
@@ -115,7 +119,7 @@ def test_tied_embeddings_are_tied_after_the_build():
 
 
 def test_projections_into_the_residual_stream_start_smaller():
-    config = replace(CONFIG, num_layers=8, hidden_size=64, num_kv_heads=4)
+    config = replace(CONFIG, num_layers=8, hidden_size=64, head_size=16, num_kv_heads=4)
     model = build(config)
     layer = model.layers["5"]
     for projection in (layer.attention.o_proj, layer.feed_forward.down_proj):
@@ -209,8 +213,9 @@ def test_a_sequence_that_is_too_long_is_refused():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_size": 18}, "hidden_size=18.*num_heads=4"),
-        ({"hidden_size": 12}, "hidden_size=12.*even"),
+        ({"hidden_size": 18, "head_size": 0}, "hidden_size=18.*num_heads=4"),
+        ({"hidden_size": 12, "head_size": 0}, "hidden_size=12.*even"),
+        ({"head_size": 5}, "head_size=5.*even"),
         ({"num_kv_heads": 3}, "num_kv_heads=3.*num_heads=4"),
         ({"num_kv_heads": -2}, "num_kv_heads=-2"),
         ({"vocab_size": 0}, "vocab_size=0"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping
 
 import torch
@@ -10,9 +9,11 @@ from torch import nn
 
 from trainer_kit import MeshStrategy
 from trainer_kit.exceptions import CheckpointError, ModelError
+from trainer_kit.mesh.team import Team
 from trainer_kit.weights import StateGroup, StateItem, StateMapper, items_of, write_model_state
 from trainer_kit.weights.buffers import share_buffers
 from trainer_kit.weights.export import mapped_items
+from trainer_kit.weights.sources import find_sources
 from trainer_kit.weights.whole import whole_on_first
 
 
@@ -46,33 +47,33 @@ def sharded(context, dim=0):
     return {**tensors, "a": distribute_tensor(tensors["a"], mesh, [Shard(dim)], src_data_rank=None)}
 
 
+def mapped(tensors, mapper, context=None):
+    """What a mapper of all ranks makes of the tensors."""
+    num_ranks = 1 if context is None else context.world_size
+    return mapped_items(find_sources(tensors, Team.of(context)), mapper, ranks=range(num_ranks))
+
+
 def export_through_a_mapper(folder):
     context = context_of(dp_shard=2)
-    return write_model_state(folder, mapped_items(items_of(sharded(context), context), Stack()), context=context)
-
-
-class Disk:
-    """A tensor that cannot be made on rank 0, as when the disk is full before it is its turn."""
-
-    def __init__(self, context):
-        self._context = context
-
-    def __call__(self):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    return write_model_state(folder, mapped(sharded(context), Stack(), context), context=context)
 
 
 def fail_to_export(folder, foreign):
-    """A full disk on rank 0 behind the first tensor, then a folder of someone else; then a good export. What was said on this rank."""
+    """A tensor that rank 0 cannot make, then a folder of someone else, a name twice; then a good export. What was said on this rank."""
     context, said = context_of(dp_shard=2), []
     tensors = sharded(context)
     first, second = items_of(tensors, context)
-    broken = StateItem("broken", (1,), torch.float32, Disk(context))
+    broken = StateItem("broken", (1,), torch.float32, break_down)
     for target, items in ((folder, [first, broken, second]), (foreign, [first, second]), (folder, [first, first])):
         try:
             write_model_state(target, items, context=context)
-        except (CheckpointError, ModelError) as error:
+        except (CheckpointError, ModelError, ZeroDivisionError) as error:
             said.append(f"{type(error).__name__}: {error}")
     return said, write_model_state(folder, [first, second], context=context)
+
+
+def break_down():
+    raise ZeroDivisionError("no such luck")
 
 
 def gather_parts():

@@ -4,15 +4,31 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from trainer_kit import MeshStrategy
 from trainer_kit.exceptions import CheckpointError
 from trainer_kit.mesh.layout import layout_of, local_of
 from trainer_kit.testing import run_on_ranks
-from trainer_kit.weights import IdentityMapper, ModelStateReader, StateGroup, StateMapper, load_model_state, regions
+from trainer_kit.weights import (
+    Cast,
+    Concatenate,
+    IdentityMapper,
+    ModelStateReader,
+    Parallel,
+    Stack,
+    StateGroup,
+    StateMapper,
+    Transpose,
+    load_model_state,
+    regions,
+)
+from trainer_kit.weights.loading import StageLoad, load_stages
+from trainer_kit.weights.pieces import whole
+from trainer_kit.weights.stages import StageState
 
 SHAPES = {"rows": (5, 3), "columns": (4, 6000), "block": (7, 6000), "vector": (3,), "one": (1, 4), "whole": (2, 2), "scalar": ()}
 
 
-class Stack(StateMapper):
+class TwoGroups(StateMapper):
     """Two stored tensors in one of the model, and one stored tensor under two names."""
 
     def groups(self):
@@ -21,8 +37,8 @@ class Stack(StateMapper):
     def apply(self, tensors):
         return {"rows": torch.cat([tensors["x"], tensors["y"]])} if "x" in tensors else {"columns": tensors["z"], "block": tensors["z"]}
 
-    def copies(self):
-        return {"columns": "z", "block": "z"}
+    def pieces(self, shapes):
+        return {name: [whole("z", shapes["z"])] for name in ("columns", "block")} if "z" in shapes else {}
 
     def inverse(self, *, lossy=False):
         raise NotImplementedError
@@ -96,7 +112,7 @@ def test_each_rank_reads_its_part(tmp_path, num_ranks):
 def load_mapped(folder):
     found = {"rows": cut((5, 3), tp=0), "columns": cut((4, 6000), tp=1), "block": cut((4, 6000), tp=0)}
     with Counted() as counted:
-        load_model_state(folder, Stack(), found)
+        load_model_state(folder, TwoGroups(), found)
     expected = {"rows": stored()["rows"], "columns": stored()["columns"], "block": stored()["columns"]}
     return wrong(found, expected), counted.num_bytes
 
@@ -159,3 +175,54 @@ def test_the_reader_reads_a_part(tmp_path):
     with reader.open("model.safetensors") as handle:
         reader.read(handle, "rows", part, (3, 0))
     assert torch.equal(part, values["rows"][3:])
+
+
+# ---- through mappers
+
+
+def fused_mapper():
+    return Parallel(
+        [
+            Concatenate(["q", "k", "v"], "qkv", sizes=[4, 2, 1]),
+            Transpose("t", "turned"),
+            Stack(["e0", "e1", "e2"], "experts"),
+            Cast("wide", "narrow", dtype=torch.bfloat16),
+        ]
+    )
+
+
+def fused_source():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (4, 3000), "k": (2, 3000), "v": (1, 3000), "t": (3000, 5), **{f"e{i}": (2, 3000) for i in range(3)}, "wide": (4, 3000)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def load_fused(folder):
+    """What is wrong, bytes read for mosaics and for what the mapper makes of whole tensors, and bytes held; with a stage that reads."""
+    context = MeshStrategy(device="cpu", dp_shard=torch.distributed.get_world_size()).build()
+    mesh = context.mesh_for("dense")["dp_cp_shard"]
+
+    def cut_over(shape):
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        return distribute_tensor(torch.zeros(shape), mesh, [Shard(0)], src_data_rank=None)
+
+    shapes = {"qkv": (7, 3000), "turned": (5, 3000), "experts": (3, 2, 3000), "narrow": (4, 3000)}
+    found = {name: cut_over(shape) for name, shape in shapes.items()}
+    with Counted() as counted:
+        load_stages(folder, lambda: [StageLoad(fused_mapper(), StageState(0, found, {}, frozenset()))], context)
+    expected = fused_mapper().apply_all(fused_source())
+    held = sum(local_of(found[name]).nbytes for name in ("qkv", "turned", "experts"))
+    return wrong(found, {name: tensor.float() for name, tensor in expected.items()}), counted.num_bytes, held
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_each_rank_reads_its_part_of_fused_parameters(tmp_path, num_ranks):
+    """Contract 34: concatenated, stacked and transposed parameters are filled from the bytes of each rank's own part. What needs whole
+    tensors, as a cast, is read by the first rank of the stage alone. The transposed one is read by rows, a few bytes more."""
+    source = fused_source()
+    save_file(source, tmp_path / "model.safetensors")
+    ranks = run_on_ranks(num_ranks, load_fused, str(tmp_path))
+    assert [faults for faults, _, _ in ranks] == [[]] * num_ranks
+    for index, (_, num_read, held) in enumerate(ranks):
+        assert held <= num_read - (source["wide"].nbytes if index == 0 else 0) <= held + source["t"].nbytes

@@ -5,6 +5,7 @@ import torch
 
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.weights import IdentityMapper, StateGroup, check_groups
+from trainer_kit.weights.pieces import whole
 
 
 def group(inputs, outputs):
@@ -17,7 +18,7 @@ def test_identity_declares_one_group_per_name_and_undoes_itself():
     assert mapper.groups() == [group("a", "a"), group("b", "b")]
     tensors = {"a": torch.arange(3)}
     assert mapper.inverse().apply(mapper.apply(tensors))["a"] is tensors["a"]
-    assert mapper.copies() == {"a": "a", "b": "b"}
+    assert mapper.pieces({"a": (3,)}) == {"a": [whole("a", (3,))]}
 
 
 def test_identity_refuses_unknown_names_and_a_text():
@@ -28,7 +29,8 @@ def test_identity_refuses_unknown_names_and_a_text():
 
 
 def test_consistent_groups_pass():
-    check_groups([group([], ["constant"]), group("ab", "c"), group("d", "ef")])
+    """Contract 36: constants, fan-out, and what is left out on purpose."""
+    check_groups([group([], ["constant"]), group("ab", "c"), group("d", "ef"), group("g", [])])
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,8 @@ def test_consistent_groups_pass():
     [
         ([group("a", "x"), group("b", "x")], "output 'x' is made by 2 groups"),
         ([group("a", "x"), group("a", "y")], "input 'a' is used by 2 groups"),
-        ([group("a", [])], "the group of a has no outputs"),
+        ([group([], [])], "a group has neither inputs nor outputs"),
+        ([group(["layers.{i}"], ["x"])], r"'layers.\{i\}' has a placeholder that nothing fills; put the mapper into for_each"),
         ([group([], "x"), group([], "y")], "several groups have no inputs"),
     ],
 )
@@ -48,5 +51,5 @@ def test_contradicting_groups_are_named(groups, words):
 
 def test_all_faults_are_in_one_message():
     with pytest.raises(ConfigurationError) as caught:
-        check_groups([group("a", "x"), group("a", "x"), group("b", [])])
-    assert all(words in str(caught.value) for words in ("output 'x'", "input 'a'", "group of b"))
+        check_groups([group("a", "x"), group("a", "x"), group([], [])])
+    assert all(words in str(caught.value) for words in ("output 'x'", "input 'a'", "neither inputs nor outputs"))

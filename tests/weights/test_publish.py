@@ -232,7 +232,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path):
 
     item = items_of({"a": torch.ones(1), "b": torch.ones(1)})
     with pytest.raises(KeyboardInterrupt):
-        write_model_state(tmp_path, [item[0], item[1]._replace(get=interrupt)], max_shard_size=4)
+        write_model_state(tmp_path, [item[0], item[1]._replace(source=interrupt)], max_shard_size=4)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -243,4 +243,4 @@ def test_a_failing_clean_up_does_not_hide_the_first_error(tmp_path):
         patch.setattr(os, "fsync", break_at_write.around(lambda handle: None))
         with pytest.raises(CheckpointError, match="No space left") as caught:
             export(tmp_path, 1, "three files")
-    assert "no removal here" in caught.value.__cause__.__notes__[0]
+    assert "no removal here" in caught.value.__notes__[0]

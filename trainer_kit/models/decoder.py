@@ -1,4 +1,4 @@
-"""`Decoder`: a small decoder-only transformer, pre-norm, with rotary positions and SwiGLU. Not a copy of any published model's layout.
+"""`Decoder`: a decoder-only transformer, pre-norm, with rotary positions and SwiGLU. Llama 3, Qwen3 and Qwen3-MoE are settings of it.
 
     ids -> embedding -> [ x + attention(norm(x)), x + feed_forward(norm(x)) ] * layers -> norm -> head -> logits
 
@@ -9,117 +9,117 @@ Before editing: names carry global layer numbers (`layers.7.` is the eighth laye
 # ruff: noqa: N803, N806  (shape suffixes are upper case)
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from trainer_kit.exceptions import ModelError, UnsupportedError
+from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.model.provider import StageInfo
 from trainer_kit.model.stage_layers import distribute_layers
 from trainer_kit.models.config import DecoderConfig
-from trainer_kit.models.layers import Attention, FeedForward, Projection, RotaryTable, TokenEmbedding
+from trainer_kit.models.experts import MixtureOfExperts
+from trainer_kit.models.heads import build_head
+from trainer_kit.models.inputs import DecoderInputs
+from trainer_kit.models.layers import PLAIN, Attention, FeedForward, TokenEmbedding, TokenInfo
+from trainer_kit.models.rotary import RotaryTable
+from trainer_kit.models.tensor_plan import decoder_tensor_plan
 
 if TYPE_CHECKING:
+    from trainer_kit.mesh.context import DistributedContext
     from trainer_kit.parallel.tensor import Style
 
 
 class DecoderBlock(nn.Module):
     """One layer: attention and feed-forward, each on the normalised residual stream and added back to it."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, number: int, context: DistributedContext | None = None) -> None:
         super().__init__()
         # 2 * num_layers projections add up in the residual stream; so scaled, its variance does not grow with the depth (GPT-2).
         residual_std = config.init_std / (2 * config.num_layers) ** 0.5
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = Attention(config, residual_std)
         self.feed_forward_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config, residual_std)
+        self.has_experts = config.has_experts(number)
+        self.feed_forward = MixtureOfExperts(config, residual_std, context) if self.has_experts else FeedForward(config, residual_std)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
-    def forward(self, x_BTD: torch.Tensor, rotary: RotaryTable) -> torch.Tensor:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotary))
-        return x_BTD + self.dropout(self.feed_forward(self.feed_forward_norm(x_BTD)))
+    def forward(self, x_BTD: torch.Tensor, rotary: RotaryTable, tokens: TokenInfo = PLAIN) -> torch.Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD), rotary, tokens))
+        normed_BTD = self.feed_forward_norm(x_BTD)
+        y_BTD = self.feed_forward(normed_BTD, tokens) if self.has_experts else self.feed_forward(normed_BTD)
+        return x_BTD + self.dropout(y_BTD)
 
 
 class Decoder(nn.Module):
     """The layers of one stage: the embedding on the first, the norm and the head on the last, all of it without pipeline stages.
 
-    Called as `model(input_ids)` with token ids (B, T), T at most `config.max_seq_len`; gives logits (B, T, V). With several stages,
-    `lambda stage: Decoder(config, stage)` is a model provider.
+    Called as `model(input_ids)` with token ids (B, T), T at most `config.max_seq_len`, or with a mapping, see `DecoderInputs`; gives what
+    `config.head` says, such as logits (B, T, V). `DecoderProvider(config)` is its model provider. context: of the run, in which routers
+    keep their balance; needed if `config.moe` asks for that.
     """
 
-    def __init__(self, config: DecoderConfig, stage: StageInfo | None = None) -> None:
+    def __init__(self, config: DecoderConfig, stage: StageInfo | None = None, context: DistributedContext | None = None) -> None:
         super().__init__()
         stage = stage or StageInfo()
         self.config, self._stage = config, stage
         self._num_sequence_parts = 1
-        numbers = distribute_layers(config.num_layers, stage.num_stages)[stage.index]
-        self.rotary = RotaryTable(config.head_size, config.max_seq_len, config.rope_theta)
+        if config.moe is not None and config.moe.is_balanced and context is None:
+            raise ConfigurationError(
+                "MoEConfig(aux_loss_coef or balance_bias) needs the context of the run, to which losses and counts go; pass "
+                "DecoderProvider(config) to the Trainer, or context= to Decoder, or set aux_loss_coef=0 and balance_bias=False"
+            )
+        self.rotary = RotaryTable(config.head_size, config.max_seq_len, config.rope_theta, config.rope_scaling)
         if stage.is_first:
             self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size, std=config.init_std)
             self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-        self.layers = nn.ModuleDict({str(number): DecoderBlock(config) for number in numbers})
+        self.layers = nn.ModuleDict({str(number): DecoderBlock(config, number, context) for number in _layers_of(config, stage)})
         if stage.is_last:
             self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-            self.head = Projection(config.hidden_size, config.vocab_size, std=config.init_std)
-            if config.tie_embeddings and stage.is_first:
+            self.head = build_head(config)
+            if config.ties and stage.is_first:
                 self.head.weight = self.embedding.weight
 
-    def forward(self, inputs: Any, shared: None = None) -> torch.Tensor:
-        """Token ids (B, T), alone or as `input_ids` of a mapping, to logits (B, T, V); a stage in the middle takes and gives hidden states
-        (B, T, D)."""
-        x_BTD = self.dropout(self.embedding(self._tokens(inputs))) if self._stage.is_first else inputs
+    def forward(self, inputs: Any, shared: None = None) -> Any:
+        """Token ids (B, T), alone or as `input_ids` of a mapping, to the outputs of the head; a stage in the middle takes and gives hidden
+        states (B, T, D), in a mapping if masks or positions go with them."""
+        is_first = self._stage.is_first
+        given = DecoderInputs.of_model(inputs, self.config) if is_first else DecoderInputs.of_stage(inputs)
+        x_BTD: Any = self.dropout(self.embedding(given.input_ids)) if is_first else given.hidden
+        tokens = TokenInfo.of(given.attention_mask, given.position_ids)
         for layer in self.layers.values():
-            x_BTD = layer(x_BTD, self.rotary)
-        return self.head(self.norm(x_BTD)) if self._stage.is_last else x_BTD
+            x_BTD = layer(x_BTD, self.rotary, tokens)
+        if not self._stage.is_last:
+            return given.passed_on(x_BTD, self.config)
+        x_BTD = self.norm(x_BTD)
+        return self.head(x_BTD, given.is_real_BT(self.config)) if self.config.head.pools else self.head(x_BTD)
 
-    def _tokens(self, inputs: Any) -> torch.Tensor:
-        if isinstance(inputs, Mapping):
-            if inputs.keys() != {"input_ids"}:
-                raise ModelError(
-                    f"Decoder got the inputs {sorted(map(str, inputs))}, expected token ids, or a mapping with 'input_ids' alone"
-                )
-            inputs = inputs["input_ids"]
-        if not isinstance(inputs, torch.Tensor) or inputs.ndim != 2:
-            found = f"of shape {tuple(inputs.shape)}" if isinstance(inputs, torch.Tensor) else f"in a {type(inputs).__name__}"
-            raise ModelError(f"Decoder got inputs {found}, expected token ids (batch, length), or a mapping with 'input_ids' alone")
-        if inputs.shape[1] > self.config.max_seq_len:
-            raise ModelError(
-                f"the sequence has {inputs.shape[1]} tokens, expected at most DecoderConfig(max_seq_len={self.config.max_seq_len})"
-            )
-        return inputs
-
-    def stage_transfer_spec(self, inputs: Any, boundary: Literal["incoming", "outgoing"]) -> torch.Tensor:
-        """Between stages go hidden states (B, T, D), or this rank's part of the sequence."""
-        B, T = self._tokens(inputs).shape
+    def stage_transfer_spec(self, inputs: Any, boundary: Literal["incoming", "outgoing"]) -> Any:
+        """Between stages go hidden states (B, T, D), or this rank's part of the sequence, and what the inputs have besides ids."""
+        given = DecoderInputs.of_model(inputs, self.config).on_meta()
+        assert given.input_ids is not None
+        B, T = given.input_ids.shape
         dtype = next(self.parameters()).dtype
-        return torch.empty(B, T // self._num_sequence_parts, self.config.hidden_size, dtype=dtype, device="meta")
+        hidden = torch.empty(B, T // self._num_sequence_parts, self.config.hidden_size, dtype=dtype, device="meta")
+        return given.passed_on(hidden, self.config)
 
     def tied_parameters(self) -> dict[str, str]:
         """The head is the embedding of the first stage, if they are tied."""
-        is_tie = self.config.tie_embeddings and self._stage.is_last and not self._stage.is_first
+        is_tie = self.config.ties and self._stage.is_last and not self._stage.is_first
         return {"head.weight": "embedding.weight"} if is_tie else {}
 
-    def tensor_plan(self, num_ranks: int) -> dict[str, Style]:
-        """The plan of `parallelize_tensor` over this many ranks, with sequence parallelism: T is a multiple of the ranks.
+    def expert_modules(self) -> list[MixtureOfExperts]:
+        """The layers of experts, which `parallelize_expert` shares out."""
+        return [layer.feed_forward for layer in self.layers.values() if layer.has_experts]  # type: ignore[misc]
 
-        Each rank has some of the attention heads, some columns of the feed-forward, and a part of the vocabulary.
-        """
-        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-            if (size := getattr(self.config, name)) % num_ranks:
-                raise UnsupportedError(f"DecoderConfig({name}={size}) is cut over tp={num_ranks} ranks, which must divide it")
+    def tensor_plan(self, num_ranks: int) -> dict[str, Style]:
+        """The plan of `parallelize_tensor` over this many ranks, with sequence parallelism: T is a multiple of the ranks."""
+        plan = decoder_tensor_plan(self.config, self._stage, [int(number) for number in self.layers], num_ranks)
         self._num_sequence_parts = num_ranks
-        first: dict[str, Style] = {"embedding": "vocabulary", "dropout": "sequence"}
-        block: dict[str, Style] = {
-            "layers.*_norm": "sequence",
-            "layers.*.dropout": "sequence",
-            "layers.*.attention.[qkv]_proj": "column",
-            "layers.*.attention.o_proj": "row",
-            "layers.*.feed_forward.gate_proj": "column",
-            "layers.*.feed_forward.up_proj": "column",
-            "layers.*.feed_forward.down_proj": "row",
-        }
-        last: dict[str, Style] = {"norm": "sequence", "head": "vocabulary"}
-        return (first if self._stage.is_first else {}) | block | (last if self._stage.is_last else {})
+        return plan
+
+
+def _layers_of(config: DecoderConfig, stage: StageInfo) -> range:
+    """The layers of a stage. With experts in some of them they cost what one token meets there."""
+    costs = [config.num_layer_parameters(number, active=True) for number in range(config.num_layers)]
+    return distribute_layers(config.num_layers, stage.num_stages, costs=costs if len(set(costs)) > 1 else None)[stage.index]

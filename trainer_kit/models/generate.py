@@ -7,6 +7,7 @@ import torch
 
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.model.modes import eval_modes
+from trainer_kit.models.config_parts import LanguageModeling
 from trainer_kit.models.decoder import Decoder
 from trainer_kit.torch_private import whole_tensor
 
@@ -30,6 +31,8 @@ def generate(
         raise ConfigurationError(f"generate(tokens=...) has the shape {tuple(tokens.shape)}, expected (batch, length), length >= 1")
     if temperature < 0 or (top_k is not None and top_k < 1):
         raise ConfigurationError(f"generate(temperature={temperature}, top_k={top_k}): expected temperature >= 0 and top_k >= 1")
+    if not isinstance(model.config.head, LanguageModeling):
+        raise ConfigurationError(f"generate(model=...) has the head {model.config.head!r}, expected LanguageModeling()")
     with eval_modes([model]):
         for _ in range(max_new_tokens):
             logits_BV = whole_tensor(model(tokens[:, -model.config.max_seq_len :])[:, -1]).float()

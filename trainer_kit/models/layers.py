@@ -1,4 +1,4 @@
-"""The parts of a decoder block: projections, rotary positions, attention, feed-forward.
+"""The parts of a decoder block: projections, attention, feed-forward. Not here: rotary positions (`rotary.py`), experts (`experts.py`).
 
 Shapes: B batch, T sequence, D hidden, H query heads, K key-value heads, E head size, F intermediate.
 Before editing: each module that owns tensors sets all of them in `reset_parameters`, and its constructor does nothing else to values,
@@ -8,22 +8,27 @@ so that a model built on the meta device is the same model.
 # ruff: noqa: N803, N806, N815  (shape suffixes are upper case)
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from trainer_kit.models.config import DecoderConfig
+from trainer_kit.models.rotary import RotaryTable
 
 
 class Projection(nn.Linear):
-    """A linear map without bias, initialised from a normal distribution."""
+    """A linear map, initialised from a normal distribution; a bias starts at 0."""
 
-    def __init__(self, in_features: int, out_features: int, *, std: float) -> None:
+    def __init__(self, in_features: int, out_features: int, *, std: float, bias: bool = False) -> None:
         self.std = std  # before the parent's constructor, which calls reset_parameters
-        super().__init__(in_features, out_features, bias=False)
+        super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -37,61 +42,69 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
-class RotaryTable(nn.Module):
-    """Cosines and sines of rotary positions (Su et al. 2021, arXiv:2104.09864), in float32 whatever the dtype of the model.
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """What layers know of the tokens beside their hidden states.
 
-    Position t turns the pair (e, e + E/2) of a head by the angle t * theta^(-2e/E).
+    positions_BT: None for 0, 1, ... is_real_BT: which are no padding; None for all. visible_B1TT: which keys each query sees; None for
+    those up to its own place.
     """
 
-    cos_TE: torch.Tensor
-    sin_TE: torch.Tensor
+    positions_BT: torch.Tensor | None = None
+    is_real_BT: torch.Tensor | None = None
+    visible_B1TT: torch.Tensor | None = None
 
-    def __init__(self, head_size: int, max_seq_len: int, theta: float) -> None:
-        super().__init__()
-        self.theta = theta
-        self.register_buffer("cos_TE", torch.empty(max_seq_len, head_size // 2, dtype=torch.float32), persistent=False)
-        self.register_buffer("sin_TE", torch.empty(max_seq_len, head_size // 2, dtype=torch.float32), persistent=False)
-        self.reset_parameters()
+    @classmethod
+    def of(cls, attention_mask_BT: torch.Tensor | None, positions_BT: torch.Tensor | None) -> TokenInfo:
+        """From a mask that is 0 at padding, on either side, and positions."""
+        if attention_mask_BT is None:
+            return cls(positions_BT)
+        is_real_BT = attention_mask_BT != 0
+        T = is_real_BT.shape[1]
+        causal_TT = torch.ones(T, T, dtype=torch.bool, device=is_real_BT.device).tril()
+        # Padding sees itself, because a softmax over nothing is no number, and its gradient would be everybody's.
+        own_TT = torch.eye(T, dtype=torch.bool, device=is_real_BT.device)
+        return cls(positions_BT, is_real_BT, causal_TT & (is_real_BT[:, None, None, :] | own_TT))
 
-    def reset_parameters(self) -> None:
-        """Compute the table, in float64: an angle of 100,000 has no exact cosine in float32."""
-        num_positions, half = self.cos_TE.shape
-        device = self.cos_TE.device
-        exponents = torch.arange(half, dtype=torch.float64, device=device) / half
-        positions = torch.arange(num_positions, dtype=torch.float64, device=device)
-        angles = torch.outer(positions, self.theta**-exponents)
-        self.cos_TE.copy_(angles.cos())
-        self.sin_TE.copy_(angles.sin())
 
-    def forward(self, x_BTHE: torch.Tensor) -> torch.Tensor:
-        """Turn each head by its position; the sequence starts at position 0."""
-        seq_len = x_BTHE.shape[1]
-        cos, sin = self.cos_TE[:seq_len, None, :], self.sin_TE[:seq_len, None, :]
-        wide = torch.promote_types(x_BTHE.dtype, cos.dtype)
-        first, second = x_BTHE.to(wide).chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHE.dtype)
+PLAIN = TokenInfo()
 
 
 class Attention(nn.Module):
-    """Causal self-attention; groups of query heads share a head of keys and values (Ainslie et al. 2023, arXiv:2305.13245)."""
+    """Causal self-attention; groups of query heads share a head of keys and values (Ainslie et al. 2023, arXiv:2305.13245).
+
+    With `qk_norm` queries and keys of each head are normalised (Henry et al. 2020, arXiv:2010.04245), here by RMS and before the rotation.
+    """
 
     def __init__(self, config: DecoderConfig, residual_std: float) -> None:
         super().__init__()
         self.head_size = config.head_size
         self.is_grouped = config.num_kv_heads != config.num_heads
-        width, kv_width = config.hidden_size, config.num_kv_heads * config.head_size
-        self.q_proj = Projection(width, width, std=config.init_std)
-        self.k_proj = Projection(width, kv_width, std=config.init_std)
-        self.v_proj = Projection(width, kv_width, std=config.init_std)
-        self.o_proj = Projection(width, width, std=residual_std)
+        width, bias = config.hidden_size, config.attention_bias
+        q_width, kv_width = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        self.q_proj = Projection(width, q_width, std=config.init_std, bias=bias)
+        self.k_proj = Projection(width, kv_width, std=config.init_std, bias=bias)
+        self.v_proj = Projection(width, kv_width, std=config.init_std, bias=bias)
+        self.o_proj = Projection(q_width, width, std=residual_std, bias=bias)
+        self.q_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x_BTD: torch.Tensor, rotary: RotaryTable) -> torch.Tensor:
-        q_BTHE = rotary(self.q_proj(x_BTD).unflatten(-1, (-1, self.head_size)))
-        k_BTKE = rotary(self.k_proj(x_BTD).unflatten(-1, (-1, self.head_size)))
-        v_BTKE = self.v_proj(x_BTD).unflatten(-1, (-1, self.head_size))
+    def forward(self, x_BTD: torch.Tensor, rotary: RotaryTable, tokens: TokenInfo = PLAIN) -> torch.Tensor:
+        q_BTHE = rotary(_normed(self._heads(self.q_proj(x_BTD)), self.q_norm), tokens.positions_BT)
+        k_BTKE = rotary(_normed(self._heads(self.k_proj(x_BTD)), self.k_norm), tokens.positions_BT)
+        v_BTKE = self._heads(self.v_proj(x_BTD))
         q, k, v = (x.transpose(1, 2) for x in (q_BTHE, k_BTKE, v_BTKE))
-        y_BHTE = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.is_grouped)
+        visible = tokens.visible_B1TT
+        y_BHTE = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=visible is None, enable_gqa=self.is_grouped)
         return self.o_proj(y_BHTE.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_size))
+
+
+def _normed(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+    """In the dtype of the norm's weight: autocast gives projections in another one, which torch's norm takes with a warning, slowly."""
+    return norm(x.to(norm.weight.dtype)).to(x.dtype) if isinstance(norm, nn.RMSNorm) else x
 
 
 class FeedForward(nn.Module):
@@ -99,9 +112,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: DecoderConfig, residual_std: float) -> None:
         super().__init__()
-        self.gate_proj = Projection(config.hidden_size, config.intermediate_size, std=config.init_std)
-        self.up_proj = Projection(config.hidden_size, config.intermediate_size, std=config.init_std)
-        self.down_proj = Projection(config.intermediate_size, config.hidden_size, std=residual_std)
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = Projection(width, inner, std=config.init_std, bias=bias)
+        self.up_proj = Projection(width, inner, std=config.init_std, bias=bias)
+        self.down_proj = Projection(inner, width, std=residual_std, bias=bias)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))

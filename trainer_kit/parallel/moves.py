@@ -34,6 +34,14 @@ def gather_sequence(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return _Move.apply(x, mesh, (part, Replicate()), (Partial(), part))
 
 
+def gather_sequence_alike(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The whole sequence, of which each rank has a part and with which all of them compute the same."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    move = (Shard(SEQUENCE_DIM), Replicate())
+    return _Move.apply(x, mesh, move, move[::-1])
+
+
 def sum_parts(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum over the ranks, on each of them."""
     from torch.distributed.tensor import Partial, Replicate

@@ -15,6 +15,7 @@ from torch import nn
 from trainer_kit.exceptions import ConfigurationError, ModelError, UnsupportedError, nearest
 from trainer_kit.mesh.contracts import set_contract
 from trainer_kit.mesh.layout import is_distributed
+from trainer_kit.parallel.additions import Addition, addition_of
 from trainer_kit.parallel.replicate import check_dimensions
 from trainer_kit.parallel.sequence_random import OwnRandomNumbers
 from trainer_kit.parallel.shared_inputs import SharedInputsOfParents
@@ -24,20 +25,23 @@ from trainer_kit.parallel.vocabulary_ops import enable_vocabulary_ops
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Style = Literal["column", "row", "sequence", "vocabulary"]
+Style = Literal["column", "row", "sequence", "vocabulary", "whole"]
 KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "column": (nn.Linear,),
     "row": (nn.Linear,),
     "vocabulary": (nn.Linear, nn.Embedding),
     "sequence": (nn.Module,),
+    "whole": (nn.Module,),
 }
+UNCUT = ("sequence", "whole")  # styles that leave weights as they are
 
 
 def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style]) -> None:
     """Cut the modules that `plan` names over a mesh of one named dimension. Before FSDP, on all of the model at once.
 
     plan: patterns of submodule names -> "column" (a Linear whose outputs are cut), "row" (one whose inputs are), "vocabulary" (an
-    Embedding, or the Linear that gives logits, cut over the vocabulary) or "sequence" (a module that works on a part of the sequence).
+    Embedding, or the Linear that gives logits, cut over the vocabulary), "sequence" (a module that works on a part of the sequence) or
+    "whole" (a module that gets all of the sequence as its first argument (B, T, ...), and does the same on every rank).
     Between the modules activations are plain tensors (B, T, ...). With a "sequence" module in the plan they are cut along T there, so
     that T must be a multiple of the ranks, and every module with parameters that sees them is to be named; "column" and "vocabulary"
     gather them. Without one they are whole on every rank.
@@ -62,7 +66,8 @@ def parallelize_tensor(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, S
 def _chosen(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     """Module name -> style."""
     chosen: dict[str, Style] = {}
-    names = [name for name, _ in module.named_modules()]
+    of_additions = {part for addition in module.modules() if isinstance(addition, Addition) for part in addition.modules()}
+    names = [name for name, part in module.named_modules() if part not in of_additions]
     for pattern, style in plan.items():
         if style not in KINDS:
             raise ConfigurationError(f"plan[{pattern!r}] of parallelize_tensor is {style!r}, not a style; {nearest(str(style), KINDS)}")
@@ -88,7 +93,7 @@ def _check_module(name: str, module: nn.Module, style: Style, num_ranks: int) ->
     if not isinstance(module, KINDS[style]):
         expected = " or ".join(kind.__name__ for kind in KINDS[style])
         raise ConfigurationError(f"{where}, but it is a {type(module).__name__}, expected a {expected}")
-    if style == "sequence":
+    if style in UNCUT:
         return
     assert isinstance(module, (nn.Linear, nn.Embedding))
     kind = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
@@ -136,13 +141,29 @@ def _cut_weights(module: nn.Module, mesh: DeviceMesh, chosen: Mapping[str, Style
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for name, owner in module.named_modules():
         style = chosen.get(name, "sequence")
-        for attribute, old in list(owner.named_parameters(recurse=False)) if style != "sequence" else ():
+        for attribute, old in list(owner.named_parameters(recurse=False)) if style not in UNCUT else ():
             placement = Shard(0) if style != "row" else Shard(1) if attribute == "weight" else Replicate()
             if old not in placed:
                 part = distribute_tensor(old.detach(), mesh, [placement], src_data_rank=None)  # every rank has the values: nothing is sent
                 placed[old] = nn.Parameter(part, requires_grad=old.requires_grad)
                 vars(placed[old]).update(vars(old))
             setattr(owner, attribute, placed[old])
+        if style not in UNCUT and (addition := addition_of(owner)) is not None:
+            _cut_addition(addition, mesh, 1 if style == "row" else 0)
+
+
+def _cut_addition(addition: Addition, mesh: DeviceMesh, dim: int) -> None:
+    """Cut the parameters of the addition of a layer whose weight is cut along `dim`. Those that stay whole stay plain tensors."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for name, own_dim in addition.cut_dims(dim).items():
+        old = addition.get_parameter(name)
+        if own_dim is not None:
+            new = nn.Parameter(distribute_tensor(old.detach(), mesh, [Shard(own_dim)], src_data_rank=None), requires_grad=old.requires_grad)
+            vars(new).update(vars(old))
+            setattr(addition, name, new)
+    if dim == 1:
+        OwnRandomNumbers(addition.dropout, mesh)  # each rank has other features
 
 
 def _replace_forwards(root: nn.Module, group: TensorGroup, chosen: Mapping[str, Style]) -> None:
@@ -151,6 +172,9 @@ def _replace_forwards(root: nn.Module, group: TensorGroup, chosen: Mapping[str, 
         module = root.get_submodule(name)
         if style == "sequence":
             OwnRandomNumbers(module, group.mesh)
+            continue
+        if style == "whole":
+            module.register_forward_pre_hook(group.gather_first_argument)
             continue
         forward: Forward
         if isinstance(module, nn.Embedding):
@@ -168,6 +192,13 @@ def _replace_forwards(root: nn.Module, group: TensorGroup, chosen: Mapping[str, 
 
 
 def _set_contracts(module: nn.Module, mesh: DeviceMesh, chosen: Mapping[str, Style]) -> None:
-    partial = {p for name, style in chosen.items() if style == "sequence" for p in module.get_submodule(name).parameters()}
+    partial: set[nn.Parameter] = set()
+    for name, style in chosen.items():
+        owner = module.get_submodule(name)
+        if style == "sequence":
+            partial.update(owner.parameters())
+        elif style not in UNCUT and (addition := addition_of(owner)) is not None:
+            # Each rank computes with its part of one matrix, so of the gradient of the other one, which is whole, it gets a term.
+            partial.update(parameter for parameter in addition.parameters() if not is_distributed(parameter))
     for parameter in module.parameters():
         set_contract(parameter, mesh, "partial" if parameter in partial else "complete")

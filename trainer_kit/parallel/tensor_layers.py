@@ -17,7 +17,8 @@ from torch import nn
 
 from trainer_kit.exceptions import ModelError
 from trainer_kit.mesh.layout import layout_of
-from trainer_kit.parallel.moves import gather_sequence, scatter_sum, share, sum_parts
+from trainer_kit.parallel.additions import with_addition
+from trainer_kit.parallel.moves import gather_sequence, gather_sequence_alike, scatter_sum, share, sum_parts
 from trainer_kit.parallel.shared_inputs import SharedInputs
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ class TensorGroup:
         """The output of a module that computed it from a part of its inputs."""
         return scatter_sum(x, self.mesh) if self.is_sequence else sum_parts(x, self.mesh)
 
+    def gather_first_argument(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A hook for a module that computes all of its outputs on every rank."""
+        return (gather_sequence_alike(args[0], self.mesh), *args[1:]) if self.is_sequence else args
+
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         return gather_sequence(x, self.mesh) if self.is_sequence else share(x, self.mesh)
 
@@ -58,7 +63,7 @@ class ColumnLinear:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         x = self.group.whole_input(input, self.shared)
-        return F.linear(x, _local(self.module.weight), _local(self.module.bias))
+        return with_addition(self.module, F.linear(x, _local(self.module.weight), _local(self.module.bias)), x)
 
 
 @dataclass(slots=True)
@@ -77,7 +82,7 @@ class RowLinear:
             )
         if bias is not None and self.group.mesh.get_local_rank() > 0:
             bias = bias - bias.detach()  # once in the sum, but with its gradient on every rank
-        return self.group.whole_output(F.linear(input, weight, bias))
+        return self.group.whole_output(with_addition(self.module, F.linear(input, weight, bias), input))
 
 
 @dataclass(slots=True)
@@ -96,9 +101,11 @@ class VocabularyEmbedding:
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         table, index = _local(self.module.weight), input - self.first
         if self.num_rows == 0:  # a small vocabulary on many ranks; the graph is still needed, as its backward communicates
-            return self.group.whole_output(table.sum(0).expand(*input.shape, -1))
+            return self.group.whole_output(with_addition(self.module, table.sum(0).expand(*input.shape, -1), input))
         others = ((index < 0) | (index >= self.num_rows)) & (input >= 0) & (input < self.module.num_embeddings)
-        found = F.embedding(index.masked_fill(others, 0), table, self._padding_row())  # fails for ids that no rank has, as on one rank
+        index = index.masked_fill(others, 0)
+        found = F.embedding(index, table, self._padding_row())  # fails for ids that no rank has, as on one rank
+        found = with_addition(self.module, found, index)
         return self.group.whole_output(found.masked_fill(others.unsqueeze(-1), 0))
 
     def _padding_row(self) -> int | None:

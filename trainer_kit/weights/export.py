@@ -1,29 +1,38 @@
-"""From the tensors of a model to the items that the writer takes, through an export mapper: shapes first, values one group at a time.
+"""From the tensors of a model to the items that leave it, through an export mapper: shapes only, no value moves here.
 
-On a mesh the inputs of a group are brought together on one rank, which alone applies the mapper: the first rank of a stage, or rank 0 for
-inputs that come from several stages. Before editing: on every rank the outputs must be taken in the same order, since the first one of a
-group is a collective.
+An output that is a mosaic of boxes needs no whole input; only what a mapper computes does. Before editing: all ranks that have the mapper
+must come to the same items.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from trainer_kit.exceptions import ModelError
+from trainer_kit.weights.items import GroupCall, StateItem, check_announced
 from trainer_kit.weights.mapper import StateGroup, StateMapper, check_groups
-from trainer_kit.weights.writer import StateItem
+from trainer_kit.weights.pieces import Piece
+from trainer_kit.weights.plan import apply_group
+from trainer_kit.weights.sources import Mosaic, Source, all_of
 
 
 def mapped_items(
-    items: Iterable[StateItem], mapper: StateMapper, *, copies: Collection[str] = (), of: str = "the model"
-) -> Iterator[StateItem]:
-    """The items of an export of `items`. Every one of them must belong to a group, so that nothing is left out silently.
+    sources: Mapping[str, Source],
+    mapper: StateMapper,
+    *,
+    ranks: Sequence[int] = (0,),
+    copies: Collection[str] = (),
+    of: str = "the model",
+) -> list[StateItem]:
+    """The items of an export of `sources`. Every one of them must belong to a group, so that nothing is left out silently.
 
-    copies: names of weights that another stage writes; a group of such alone is left out. of: whose items they are, for errors.
+    ranks: those that have this mapper. copies: names of weights that another stage writes; a group of such alone is left out. of: whose
+    tensors they are, for errors.
     """
-    sources, copies = {item.name: item for item in items}, frozenset(copies)
+    copies = frozenset(copies)
     groups = list(mapper.groups())
     check_groups(groups)
     groups = [group for group in groups if not group.inputs or not group.inputs <= copies]
@@ -32,45 +41,34 @@ def mapped_items(
         raise ModelError(f"the export mapper needs {', '.join(missing[:5])}, which {of} does not have; give the mapper of {of}")
     if unused := sorted(sources.keys() - used - copies):
         raise ModelError(f"the export mapper leaves out {', '.join(unused[:5])} of {of}; map them, or name them as left out")
-    for group in groups:
-        source = _Group(group, mapper, {name: sources[name] for name in sorted(group.inputs)})
-        shapes = mapper.apply({name: torch.empty(item.shape, dtype=item.dtype, device="meta") for name, item in source.inputs.items()})
-        for name in sorted(group.outputs):
-            yield StateItem(name, tuple(shapes[name].shape), shapes[name].dtype, source.getter(name), source.is_collective)
+    return [item for group in groups for item in _items(group, mapper, {name: sources[name] for name in sorted(group.inputs)}, ranks)]
 
 
-class _Group:
-    """Applies the mapper when the first output is asked for, and lets go of each output as it is taken."""
-
-    def __init__(self, group: StateGroup, mapper: StateMapper, inputs: Mapping[str, StateItem]) -> None:
-        self._group, self._mapper, self.inputs = group, mapper, inputs
-        self.is_collective = any(item.collective for item in inputs.values())
-        self._outputs: dict[str, torch.Tensor | None] = {}
-
-    def getter(self, name: str) -> _Getter:
-        return _Getter(self, name)
-
-    def take(self, name: str) -> torch.Tensor | None:
-        if name not in self._outputs:
-            self._outputs = self._make()
-        return self._outputs.pop(name)
-
-    def _make(self) -> dict[str, torch.Tensor | None]:
-        """The outputs; None for each on the ranks that only give their parts."""
-        whole = {name: item.get() for name, item in self.inputs.items()}
-        inputs = {name: tensor for name, tensor in whole.items() if tensor is not None}
-        if len(inputs) < len(whole):
-            return dict.fromkeys(self._group.outputs)
-        if self.is_collective:  # those that came together are on the host now
-            inputs = {name: tensor.cpu() for name, tensor in inputs.items()}
-        return {**self._mapper.apply(inputs)}
+def _items(group: StateGroup, mapper: StateMapper, sources: Mapping[str, Source], ranks: Sequence[int]) -> list[StateItem]:
+    meta = {name: torch.empty(source.shape, dtype=source.dtype, device="meta") for name, source in sources.items()}
+    outputs = apply_group(mapper, group, meta)
+    announced = {name: (tuple(outputs[name].shape), outputs[name].dtype) for name in sorted(group.outputs)}
+    pieces = mapper.pieces({name: source.shape for name, source in sources.items()}) if sources else {}
+    call = GroupCall({name: all_of(name, source) for name, source in sources.items()}, ranks, partial(_apply, mapper, group, announced))
+    items = []
+    for name, (shape, dtype) in announced.items():
+        is_mosaic = name in pieces and all(sources[piece.source].dtype == dtype for piece in pieces[name])
+        items.append(StateItem(name, shape, dtype, _mosaic(pieces[name], sources) if is_mosaic else call))
+    return items
 
 
-class _Getter:
-    """`get` of one item."""
+def _mosaic(pieces: Sequence[Piece], sources: Mapping[str, Source]) -> Mosaic:
+    return Mosaic(tuple(pieces), {piece.source: sources[piece.source] for piece in pieces})
 
-    def __init__(self, group: _Group, name: str) -> None:
-        self._group, self._name = group, name
 
-    def __call__(self) -> torch.Tensor | None:
-        return self._group.take(self._name)
+def _apply(
+    mapper: StateMapper,
+    group: StateGroup,
+    announced: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    inputs: Mapping[str, torch.Tensor],
+) -> Mapping[str, torch.Tensor]:
+    """One group's outputs, held against what meta tensors announced."""
+    outputs = apply_group(mapper, group, inputs)
+    for name, (shape, dtype) in announced.items():
+        check_announced(name, shape, dtype, outputs[name])
+    return outputs

@@ -10,7 +10,6 @@ implementation must not look at values there.
 
 from __future__ import annotations
 
-import os
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -19,12 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import nn
 
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.weights.pieces import Piece, Shape, whole
 
 if TYPE_CHECKING:
+    import os
+
+    from torch import nn
+
     from trainer_kit.weights.mappers.fit import FitReport
     from trainer_kit.weights.reader import ModelStateReader
 
@@ -72,8 +74,8 @@ class StateMapper(ABC):
     def pieces(self, shapes: Mapping[str, Shape]) -> Mapping[str, Sequence[Piece]]:
         """Of the group that has exactly these inputs: the outputs that are put together of boxes of inputs, and of which ones.
 
-        Those are read straight into the model's own memory, each rank its part. An output that is not in here is made by `apply` from
-        whole inputs.
+        Those are read straight into the model's own memory, each rank its part. If one of the outputs is not in here, all are made by
+        `apply` from whole inputs. Raises for shapes that do not fit, as `apply` does.
         """
         return {}
 
@@ -116,8 +118,9 @@ class StateMapper(ABC):
     ) -> FitReport:
         """A dry run of loading into `model`, which may be on the meta device: what is missing, unused or of another shape.
 
-        Only headers are read, and nothing is raised for what does not fit: print the report, or ask it for its truth. The patterns are those
-        of `load_model_state`. Raises CheckpointError if the model state cannot be read, ConfigurationError for a mapper that contradicts itself.
+        Only headers are read, and nothing is raised for what does not fit: print the report, or ask it for its truth. The patterns are
+        those of `load_model_state`. Raises CheckpointError if the model state cannot be read, ConfigurationError for a mapper that
+        contradicts itself.
         """
         from trainer_kit.weights.mappers.fit import check_fit_of
 

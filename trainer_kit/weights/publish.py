@@ -15,7 +15,8 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from trainer_kit.exceptions import CheckpointError
@@ -28,10 +29,11 @@ from trainer_kit.weights.shards import index_bytes
 MARK = ("producer", "trainer_kit")
 TEMPORARY = ".tmp"
 KEPT = "old-"  # a suffix would hide the format from tools that go by the ending
-_OURS = re.compile(r"(old-)?model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?(\.tmp)?")
-_COMPANIONS = (
-    "*config.json", "*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.model", "chat_template*", "README*", "LICENSE*", ".*",
-)  # fmt: skip
+COMPANION = ".companion"  # in the temporary name of a file that goes with the model, so that a killed attempt can be told by it
+_OURS = re.compile(r"(old-)?model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?(\.tmp)?|.+\.companion\.tmp")
+PATIENCE = 5.0  # seconds until a network file system shows what another host wrote
+COMPANIONS = ("*config.json", "*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.model", "chat_template*")  # of a model
+_MAY_BE_THERE = (*COMPANIONS, "README*", "LICENSE*", ".*")
 
 
 def check_folder(folder: Folder) -> None:
@@ -42,7 +44,7 @@ def check_folder(folder: Folder) -> None:
     weights = [name for name in names if name.endswith(".safetensors") or name == INDEX]
     foreign = [name for name in weights if not _is_marked(folder, name)]
     if not weights:
-        foreign = [name for name in names if not _OURS.fullmatch(name) and not any(fnmatchcase(name, known) for known in _COMPANIONS)]
+        foreign = [name for name in names if not _OURS.fullmatch(name) and not any(fnmatchcase(name, known) for known in _MAY_BE_THERE)]
     if foreign:
         raise CheckpointError(
             f"{folder.url} holds files that are no export of trainer_kit: {', '.join(foreign[:10])}; nothing was written. "
@@ -50,9 +52,13 @@ def check_folder(folder: Folder) -> None:
         )
 
 
-def publish(folder: Folder, files: Sequence[str], index: bytes | None) -> None:
-    """Make the written temporaries of `files` the model state of the folder; no `index` if it is one file. `sweep` belongs after it."""
+def publish(folder: Folder, files: Sequence[str], index: bytes | None, companions: Iterable[str] = ()) -> None:
+    """Make the written temporaries of `files` the model state of the folder; no `index` if it is one file. `sweep` belongs after it.
+
+    companions: names of files whose temporaries are written, too; they are there when the model state is.
+    """
     if index is None:
+        _rename_companions(folder, companions)
         folder.rename(SINGLE + TEMPORARY, SINGLE)
     else:
         write_temporary(folder, INDEX, [index])
@@ -62,6 +68,7 @@ def publish(folder: Folder, files: Sequence[str], index: bytes | None) -> None:
             _keep_old_shards(folder, files)
         for file in files:
             folder.rename(file + TEMPORARY, file)
+        _rename_companions(folder, companions)
         folder.sync()
         folder.rename(INDEX + TEMPORARY, INDEX)
         folder.sync()
@@ -84,13 +91,68 @@ def sweep(folder: Folder) -> None:
         folder.sync()
 
 
+class TemporaryFile:
+    """A file being written under its temporary name, part by part; after `finish` it is on the disk."""
+
+    def __init__(self, folder: Folder, name: str) -> None:
+        self._folder, self._name = folder, name + TEMPORARY
+        self._file = folder.open(self._name, "wb")
+
+    def write(self, part: bytes | memoryview) -> None:
+        """Add bytes."""
+        for start in range(0, len(part), PIECE_BYTES):
+            write_all(self._file, part[start : start + PIECE_BYTES])
+
+    def finish(self) -> None:
+        """Bring it to the disk."""
+        flush(self._file)
+        self._file.close()
+
+    def close(self) -> None:
+        """Let go of it, finished or not."""
+        with contextlib.suppress(OSError):  # what could not be written need not be
+            self._file.close()
+
+    def remove(self) -> None:
+        """Take it away again, finished or not."""
+        self.close()
+        self._folder.remove(self._name)
+
+
 def write_temporary(folder: Folder, name: str, parts: Iterable[bytes | memoryview]) -> None:
     """Write a file under its temporary name and bring it to the disk."""
-    with folder.open(name + TEMPORARY, "wb") as file:
+    file = TemporaryFile(folder, name)
+    try:
         for part in parts:
-            for start in range(0, len(part), PIECE_BYTES):
-                write_all(file, part[start : start + PIECE_BYTES])
-        flush(file)
+            file.write(part)
+        file.finish()
+    finally:
+        file.close()
+
+
+def check_arrived(folder: Folder, sizes: Mapping[str, int]) -> None:
+    """Raise CheckpointError unless the temporaries that all ranks wrote are seen from here, whole. sizes: in bytes, by name."""
+    until = time.monotonic() + PATIENCE
+    while missing := _not_arrived(folder, sizes):
+        if time.monotonic() > until:
+            raise CheckpointError(
+                f"rank 0 does not see what other ranks wrote to {folder.url}: {', '.join(missing[:5])}. Ranks share the writing, so the "
+                "folder must be on storage that all of them share"
+            )
+        time.sleep(0.1)
+
+
+def _not_arrived(folder: Folder, sizes: Mapping[str, int]) -> list[str]:
+    folder.refresh()
+    there = set(folder.names())
+    return [name for name, size in sizes.items() if name + TEMPORARY not in there or folder.size(name + TEMPORARY) != size]
+
+
+def _rename_companions(folder: Folder, names: Iterable[str]) -> None:
+    for name in (names := list(names)):
+        folder.rename(name + COMPANION + TEMPORARY, name)
+    if names:
+        folder.sync()
 
 
 def _keep_old_shards(folder: Folder, new: Sequence[str]) -> None:

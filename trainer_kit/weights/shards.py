@@ -38,16 +38,22 @@ def parse_size(value: int | str, argument: str = "max_shard_size") -> int:
     return size
 
 
+def fill(sized: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
+    """Cut (thing, bytes) in the given order into lists of up to `limit` bytes; a larger one is alone."""
+    lists: list[list[T]] = []
+    total = 0
+    for thing, size in sized:
+        if not lists or total + size > limit:
+            lists.append([])
+            total = 0
+        lists[-1].append(thing)
+        total += size
+    return lists
+
+
 def cut(tensors: Iterable[tuple[T, int, int]], limit: int) -> list[Shard[T]]:
     """Fill files in the given order up to `limit` bytes; a larger tensor gets a file of its own. Input: (tensor, bytes, element size)."""
-    groups: list[list[tuple[T, int, int]]] = []
-    size = 0
-    for tensor in tensors:
-        if not groups or size + tensor[1] > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor[1]
+    groups = fill(((tensor, tensor[1]) for tensor in tensors), limit)
     files = file_names(len(groups))
     return [_shard(file, group) for file, group in zip(files, groups, strict=True)]
 

@@ -1,30 +1,26 @@
-"""The model state of a pipeline: what each stage has of it, and how rank 0 gets at the tensors of all stages.
+"""The model state of a pipeline: what each stage has of it, and the items of the whole model, the same on all ranks.
 
-The first rank of a stage brings its tensors together and applies the stage's own mapper; from there they go to rank 0, one at a time and
-through the memory of the hosts where there is a way. A tied weight belongs to the first stage that holds it; the others have a copy.
-
-Before editing: the first rank of a stage may fail where only it works, such as in a mapper; it says so in place of the tensor, and rank 0
-raises for all.
+A provider has an export mapper for each stage, on the ranks of that stage. Each stage tells the others what it makes of which of its
+tensors; where a mapper must compute, its own ranks do. A tied weight belongs to the first stage that holds it; the others have a copy.
 """
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from trainer_kit.exceptions import ModelError
-from trainer_kit.mesh.team import Team, portable
+from trainer_kit.mesh.team import Team
 from trainer_kit.weights.export import mapped_items
+from trainer_kit.weights.items import GroupCall, StateItem
 from trainer_kit.weights.mapper import StateMapper
-from trainer_kit.weights.writer import StateItem, items_of
+from trainer_kit.weights.pieces import Piece
+from trainer_kit.weights.sources import Mosaic, Source, all_of, find_sources
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from trainer_kit.mesh.context import DistributedContext
     from trainer_kit.parameters import ParameterTable
 
@@ -41,17 +37,6 @@ class StageState:
     aliases: Mapping[str, str]
     copies: frozenset[str]
 
-    def items(self, context: DistributedContext) -> list[StateItem]:
-        """Its own tensors, under their canonical names."""
-        return items_of({name: tensor for name, tensor in self.tensors.items() if name not in self.copies}, context)
-
-    def mapped_items(self, mapper: StateMapper, context: DistributedContext) -> list[StateItem]:
-        """What its export mapper makes of its tensors; copies may be named as the stage does."""
-        names = {alias: name for alias, name in self.aliases.items() if name in self.copies}
-        tensors = {**self.tensors, **{alias: self.tensors[name] for alias, name in names.items()}}
-        of = "the model" if context.stage_layout.num_stages == 1 else f"stage {self.stage}"
-        return list(mapped_items(items_of(tensors, context), mapper, copies=self.copies | names.keys(), of=of))
-
 
 def stage_state(table: ParameterTable, stage: int) -> StageState:
     """That of a stage of this rank."""
@@ -64,40 +49,100 @@ def stage_state(table: ParameterTable, stage: int) -> StageState:
     return StageState(stage, tensors, aliases, frozenset(row.name for row in rows if row.stages[0] != stage))
 
 
+def sources_by_stage(states: Sequence[StageState], context: DistributedContext) -> dict[int, dict[str, Source]]:
+    """The tensors of all stages, in the order of the model. A collective."""
+    of_rank = {(state.stage, name): tensor for state in states for name, tensor in state.tensors.items()}
+    found = find_sources(of_rank, Team.of(context))
+    by_stage: dict[int, dict[str, Source]] = {stage: {} for stage in sorted({stage for stage, _ in found})}
+    for (stage, name), source in found.items():
+        by_stage[stage][name] = source
+    return by_stage
+
+
+def items_of_model(by_stage: Mapping[int, Mapping[str, Source]], mapper: StateMapper, context: DistributedContext) -> list[StateItem]:
+    """What a mapper of the whole model, which all ranks have, makes of it. A collective."""
+    sources: dict[str, Source] = {}
+    for of_stage in by_stage.values():
+        for name, source in of_stage.items():
+            sources.setdefault(name, source)
+    return Team.of(context).everywhere(lambda: mapped_items(sources, mapper, ranks=range(context.world_size)))
+
+
+def items_of_stages(
+    by_stage: Mapping[int, Mapping[str, Source]],
+    states: Sequence[StageState],
+    mapper_of: Callable[[int], StateMapper],
+    context: DistributedContext,
+) -> list[StateItem]:
+    """What the mappers of the stages make of them. A collective; `mapper_of` gives that of a stage of this rank.
+
+    Raises ModelError, on every rank, for a name that two stages make, and whatever `mapper_of` raises on one of them.
+    """
+    team = Team.of(context)
+    mine = team.everywhere(lambda: {s.stage: _mapped(s, by_stage[s.stage], mapper_of(s.stage), context) for s in states})
+    if context.num_pipeline_ranks == 1:
+        return [item for items in mine.values() for item in items]
+    told = {state.stage: _tell(mine[state.stage], state) for state in states}
+    of_model = {stage: said for of_rank in team.exchange(told if _is_first(context) else {}) for stage, said in of_rank.items()}
+    _check_names(of_model)
+    return [
+        item
+        for stage in sorted(of_model)
+        for item in mine.get(stage) or _rebuilt(of_model[stage], by_stage[stage], _ranks_of(stage, context))
+    ]
+
+
+def _mapped(state: StageState, sources: Mapping[str, Source], mapper: StateMapper, context: DistributedContext) -> list[StateItem]:
+    """Of one stage; copies may be named as the stage does."""
+    second = {alias: name for alias, name in state.aliases.items() if name in state.copies}
+    known = {**sources, **{alias: sources[name] for alias, name in second.items()}}
+    of = "the model" if context.stage_layout.num_stages == 1 else f"stage {state.stage}"
+    return mapped_items(known, mapper, ranks=_ranks_of(state.stage, context), copies=state.copies | second.keys(), of=of)
+
+
 class _Told(NamedTuple):
-    """An item as other ranks know it."""
+    """An item as the ranks of other stages know it, by the canonical names of the stage: its pieces, or the number and inputs of its
+    group."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    collective: bool
+    pieces: Sequence[Piece]
+    group: int
+    inputs: Sequence[str]
 
 
-def items_of_stages(own: Callable[[], Mapping[int, Sequence[StateItem]]], context: DistributedContext) -> list[StateItem]:
-    """The items of all stages in their order; `own` makes those of the stages of this rank. A collective.
+def _tell(items: Sequence[StateItem], state: StageState) -> list[_Told]:
+    groups: dict[GroupCall, int] = {}
+    told = []
+    for item in items:
+        pieces: list[Piece] = []
+        inputs: list[str] = []
+        number = -1
+        if isinstance(item.source, Mosaic):
+            pieces = [replace(piece, source=state.aliases.get(piece.source, piece.source)) for piece in item.source.pieces]
+        elif isinstance(item.source, GroupCall):
+            number = groups.setdefault(item.source, len(groups))
+            inputs = [state.aliases.get(name, name) for name in item.source.inputs]
+        told.append(_Told(item.name, item.shape, item.dtype, pieces, number, inputs))
+    return told
 
-    An error of `own` is raised on every rank; so is ModelError for a name that two stages have.
-    """
-    team = Team.of(context)
-    mine = team.everywhere(own)
-    if context.num_pipeline_ranks == 1:
-        return [item for items in mine.values() for item in items]
-    group = context.pipeline_group
-    assert group is not None
-    is_first = context.rank == context.first_rank_of_stage
-    told = {stage: [_Told(item.name, item.shape, item.dtype, item.collective) for item in items] for stage, items in mine.items()}
-    of_model = {stage: items for of_rank in team.exchange(told if is_first else {}) for stage, items in of_rank.items()}
-    found = []
-    for stage in sorted(of_model):
-        place = context.stage_layout.rank_of(stage)
-        for index, item in enumerate(of_model[stage]):
-            here = mine[stage][index] if stage in mine else None
-            if place == 0:
-                found.append(here or StateItem(item.name, item.shape, item.dtype, _nothing, item.collective))
-            else:
-                found.append(StateItem(item.name, item.shape, item.dtype, _Relay(here, place, group, context), True))
-    _check_names(of_model)
-    return found
+
+def _rebuilt(told: Sequence[_Told], sources: Mapping[str, Source], ranks: Sequence[int]) -> list[StateItem]:
+    """The items of a stage of other ranks. Inputs are in the same order as there, so the names that a mapper has for them do not matter."""
+    groups: dict[int, GroupCall] = {}
+    items = []
+    for item in told:
+        source: Mosaic | GroupCall
+        if item.group < 0:
+            source = Mosaic(item.pieces, {piece.source: sources[piece.source] for piece in item.pieces})
+        elif item.group in groups:
+            source = groups[item.group]
+        else:
+            inputs = {f"{index} {name}": all_of(name, sources[name]) for index, name in enumerate(item.inputs)}
+            source = groups[item.group] = GroupCall(inputs, ranks, None)
+        items.append(StateItem(item.name, item.shape, item.dtype, source))
+    return items
 
 
 def _check_names(of_model: Mapping[int, Sequence[_Told]]) -> None:
@@ -111,60 +156,11 @@ def _check_names(of_model: Mapping[int, Sequence[_Told]]) -> None:
                 )
 
 
-def _nothing() -> None:
-    """`get` of an item of the first pipeline rank on the others."""
+def _is_first(context: DistributedContext) -> bool:
+    return context.rank == context.first_rank_of_stage
 
 
-class _Relay:
-    """`get` of an item of a stage of another pipeline rank than the first: from there to rank 0. place: of that rank in the group."""
-
-    def __init__(self, item: StateItem | None, place: int, group: ProcessGroup, context: DistributedContext) -> None:
-        self._item, self._place, self._group, self._context = item, place, group, context
-
-    def __call__(self) -> torch.Tensor | None:
-        if self._context.is_main:
-            return _receive(self._place, self._group, self._device())
-        if self._item is None:
-            return None
-        if self._context.rank == self._context.first_rank_of_stage:
-            _send(self._item, self._group, self._device())
-        elif self._item.collective:
-            self._item.get()
-        return None
-
-    def _device(self) -> torch.device:
-        """Where what is sent lies: on the host, unless the process group was made for devices alone."""
-        import torch.distributed as dist
-
-        return torch.device("cpu") if "cpu" in dist.get_backend_config(self._group) else self._context.device
-
-
-def _send(item: StateItem, group: ProcessGroup, device: torch.device) -> None:
-    import torch.distributed as dist
-
-    tensor: torch.Tensor | None = None
-    try:
-        tensor = item.get()
-        assert tensor is not None, "the first rank of a stage gets its tensors"
-        tensor = tensor.detach().to(device).contiguous()
-        head: list[Any] = [None, tuple(tensor.shape), tensor.dtype]
-    except Exception as error:  # raised on rank 0, which waits for the tensor
-        error.add_note(f"on rank {dist.get_rank()}:\n{traceback.format_exc()}")
-        head = [portable(error), (), None]
-    dist.send_object_list(head, group=group, group_dst=0, device=device)
-    if head[0] is None and tensor is not None and tensor.numel():
-        dist.send(tensor.view(-1).view(torch.uint8), group=group, group_dst=0)
-
-
-def _receive(place: int, group: ProcessGroup, device: torch.device) -> torch.Tensor:
-    import torch.distributed as dist
-
-    head: list[Any] = [None, None, None]
-    dist.recv_object_list(head, group=group, group_src=place, device=device)
-    error, shape, dtype = head
-    if error is not None:
-        raise error
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    if tensor.numel():
-        dist.recv(tensor.view(-1).view(torch.uint8), group=group, group_src=place)
-    return tensor.cpu()
+def _ranks_of(stage: int, context: DistributedContext) -> range:
+    """The ranks that host a stage."""
+    place, size = context.stage_layout.rank_of(stage), context.world_size // context.num_pipeline_ranks
+    return range(place * size, (place + 1) * size)
