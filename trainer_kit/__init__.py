@@ -6,7 +6,7 @@ with collector_paused():
     from trainer_kit.callback import Callback
     from trainer_kit.causal_lm import CausalLMTask
     from trainer_kit.config import TrainerConfig
-    from trainer_kit.data import AutoDataProvider, DataProvider, Pack
+    from trainer_kit.data import AutoDataProvider, DataProvider, Pack, SequencePacking
     from trainer_kit.events import Event
     from trainer_kit.launch import launch
     from trainer_kit.mesh import DistributedContext, MeshStrategy
@@ -28,6 +28,7 @@ __all__ = [
     "MeshStrategy",
     "ModelProvider",
     "Pack",
+    "SequencePacking",
     "StageContext",
     "StageInfo",
     "SupervisedTask",
