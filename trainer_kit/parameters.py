@@ -178,6 +178,13 @@ class ParameterTable:
         own = nn.Module.get_extra_state
         return [item for stage in self._stages for item in stage.named_modules() if type(item[1]).get_extra_state is not own]
 
+    def check_settled(self) -> None:
+        """Raise StateError if a module holds other weights than its own for now, such as those with adapters merged in."""
+        for stage in self._stages:
+            for module in stage.modules():
+                if check := getattr(module, "check_settled", None):
+                    check()
+
     def __iter__(self) -> Iterator[ParameterRow]:
         return iter(self.rows)
 

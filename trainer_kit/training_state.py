@@ -102,6 +102,7 @@ class TrainingState:
         return {name: tensor for name, tensor in tensors.items() if name not in left_out}, content | merged
 
     def _collect(self, of_optimizer: dict[str, Any], of_data: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
+        self.table.check_settled()
         loop, run = self.loop, self.loop.run
         tensors, values = flatten_state(
             {

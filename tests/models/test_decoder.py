@@ -226,6 +226,8 @@ def test_a_sequence_that_is_too_long_is_refused():
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"rope_theta": 1.0}, "rope_theta=1.0"),
         ({"init_std": 0.0}, "init_std=0.0"),
+        ({"head": "classification"}, "head='classification'.*LanguageModeling"),
+        ({"moe": 8}, "moe=8.*MoEConfig"),
     ],
 )
 def test_wrong_sizes_are_refused(changes, words):

@@ -18,6 +18,7 @@ from trainer_kit.mesh import DistributedContext
 from trainer_kit.model import StageInfo
 from trainer_kit.model.provider import StageContext
 from trainer_kit.models import (
+    Decoder,
     DecoderConfig,
     Embedding,
     HuggingFaceProvider,
@@ -28,6 +29,7 @@ from trainer_kit.models import (
     hf_config,
     provider_from_hf,
 )
+from trainer_kit.names import state_names
 
 DENSE = DecoderConfig(vocab_size=12, num_layers=2, num_heads=2, hidden_size=8, intermediate_size=16, max_seq_len=8)
 EXPERTS = MoEConfig(num_experts=3, num_experts_per_token=2, intermediate_size=6, dense_layers=(0,))
@@ -236,6 +238,19 @@ def test_the_stages_share_the_names_of_the_whole(config, layout):
     assert len(names) == len(set(names)) and set(names) == {name for group in whole.groups() for name in group.outputs}
     of_last = {name for group in stages[2].groups() for name in group.outputs}
     assert "model.norm.weight" in of_last and "model.embed_tokens.weight" not in of_last
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_the_mapper_of_a_stage_is_for_the_layers_that_the_stage_has(num_stages):
+    """Contract 35: layers with experts cost more or less than dense ones, so stages have different numbers of layers."""
+    config = replace(MIXED, num_layers=6, intermediate_size=256, moe=replace(EXPERTS, balance_bias=True))
+    for index in range(num_stages):
+        stage = StageInfo(index, num_stages)
+        ctx = StageContext(CONTEXT, stage, Decoder(config, stage, CONTEXT))
+        provider = HuggingFaceProvider(config)
+        made = {name for group in provider.load_mapper(ctx).groups() for name in group.outputs}
+        taken = {name for group in provider.export_mapper(ctx).groups() for name in group.inputs}
+        assert made.union(provider.may_be_missing(ctx)) == taken == set(state_names(ctx.built()))
 
 
 def test_the_layout_is_read_straight_into_the_parameters():

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from tests.peft.common import CONFIG, STACK, assert_bitwise, decoder, stack, tensors, trainer
@@ -124,6 +125,10 @@ def test_the_base_loads_from_a_source_model_that_has_no_adapters(tmp_path):
     run = trainer(stack(), source_model=tmp_path / "base")
     run.build()
     assert_bitwise({name: value for name, value in values(run.model).items() if "lora" not in name}, tensors(tmp_path / "base"))
+    odd = nn.Sequential()
+    odd.add_module("a[0]", nn.Linear(2, 2))
+    save_file(odd.state_dict(), tmp_path / "odd.safetensors")
+    trainer(peft.adapt(odd, peft.LoRA(1, targets=["a*"])), source_model=tmp_path / "odd.safetensors").build()
     other = trainer(peft.adapt(lambda: nn.Sequential(nn.Linear(2, 2)), peft.LoRA(1, targets=["0"])), source_model=tmp_path / "base")
     with pytest.raises(CheckpointError, match=r"missing .*'0\.weight'"):
         other.build()

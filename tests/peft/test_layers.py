@@ -182,6 +182,35 @@ def test_a_merged_model_is_not_trained_or_merged_or_exported_again(tmp_path):
         peft.merge(Decoder(CONFIG))
 
 
+def test_a_merged_model_is_not_saved_or_loaded_into(tmp_path):
+    """B96: a checkpoint of merged weights would have the change twice, and `unmerge` would undo a load."""
+    run = trainer(stack())
+    run.fit()
+    run.save_checkpoint(tmp_path / "a")
+    with peft.merged(run.model):
+        with pytest.raises(StateError, match="unmerge"):
+            run.save_checkpoint(tmp_path / "b")
+        with pytest.raises(StateError, match="unmerge"):
+            run.load_checkpoint(tmp_path / "a")
+    run.save_checkpoint(tmp_path / "b")
+
+
+def test_encoder_layers_of_torch_compute_their_adapters_in_eval_mode_too():
+    """B96: the fused kernel reads weights and calls no layer, so that adapters would count in training alone."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2), torch.randn(2, 5, 8)
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    find_matches(model, [peft.LoRA(2, targets=["*.linear[12]"])]).apply()
+    for adapted in adapted_weights(model):
+        nn.init.normal_(adapted.lora.B)
+    expected = model.train()(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        found = model.eval()(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(found[~padding], expected[~padding])
+    torch.testing.assert_close(model(x, src_key_padding_mask=padding)[~padding], expected[~padding])
+
+
 def test_adapted_weights_know_their_names():
     model = decoder()
     find_matches(model, [peft.LoRA(2, targets=["*.q_proj", "head"])]).apply()

@@ -1,5 +1,6 @@
 """Adapter files against the peft library: it computes what we do with the files that we wrote, and we what it does with its own."""
 
+import errno
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from tests.peft.common import stack, tensors, tokens, trainer
 from trainer_kit import peft
 from trainer_kit.exceptions import CheckpointError, ConfigurationError, UnsupportedError
 from trainer_kit.models import provider_from_hf
+from trainer_kit.storage import write_all
 from trainer_kit.weights import IdentityMapper, Parallel, Split
 
 library = pytest.importorskip("peft")
@@ -106,6 +108,33 @@ def test_our_files_load_back_with_every_bit(base, tmp_path):
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert torch.equal(logits(again.model), logits(run.model))
+
+
+def test_a_full_disk_leaves_nothing_and_the_old_files_stay(base, tmp_path, monkeypatch):
+    """Issue 5, bad input: the folder takes the next attempt."""
+    run = ours(base, *METHODS)
+
+    def full(file, data):
+        if bytes(data[:1]) != b"{":  # the weights fit, their config does not
+            return write_all(file, data)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def refused(folder):
+        with monkeypatch.context() as patch:
+            patch.setattr("trainer_kit.weights.publish.write_all", full)
+            with pytest.raises(CheckpointError, match=r"adapters.*No space left on device"):
+                peft.export_adapters(run, folder)
+
+    refused(tmp_path / "adapters")
+    assert list((tmp_path / "adapters").iterdir()) == []
+    peft.export_adapters(run, tmp_path / "adapters")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "adapters").iterdir()}
+    run.fit()
+    refused(tmp_path / "adapters")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "adapters").iterdir()} == before
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "adapter_model.safetensors.tmp").touch()
+    peft.export_adapters(run, tmp_path / "killed")
 
 
 def change(folder, **values):

@@ -10,7 +10,7 @@ import torch
 from tests.weights.memory import LiveBytes
 from tests.weights.on_ranks import context_of, mapped
 from trainer_kit.exceptions import CheckpointError, ModelError
-from trainer_kit.weights import StateGroup, StateMapper, items_of, publish, shard_files, write_model_state
+from trainer_kit.weights import StateGroup, StateMapper, Transpose, items_of, publish, shard_files, write_model_state
 from trainer_kit.weights.pieces import Piece
 
 LIMIT = 200  # bytes of a file, for tensors of 16 to 120
@@ -173,3 +173,12 @@ def memory_of_an_export(folder):
         write_model_state(folder, items, max_shard_size=120_000, context=context)
     shard_files.ROUND_BYTES = 32 * 2**20
     return memory.peak
+
+
+def export_single_elements(folder, degrees):
+    """A column of which each rank has one element, as a row: what arrives has a stride that no other size of it would have."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    context = context_of(**degrees)
+    column = distribute_tensor(torch.tensor([[1.0], [2.0]]), context.mesh_for("dense")["dp_cp_shard"], [Shard(0)], src_data_rank=None)
+    write_model_state(folder, mapped({"w": column}, Transpose("w"), context), context=context)

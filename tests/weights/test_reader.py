@@ -198,6 +198,13 @@ def test_other_conversions_are_refused(tmp_path, stored, wanted):
 # ---- names that do not fit
 
 
+def test_a_file_that_was_asked_for_is_named(tmp_path):
+    """Issue 5, bad input: not only its folder, which may hold others."""
+    save_file({"a": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"other\.safetensors does not fit"):
+        load_model_state(tmp_path / "other.safetensors", IdentityMapper(["b"]), {"b": torch.ones(1)})
+
+
 def test_a_missing_name_is_an_error(tmp_path):
     """B95. Contract 12."""
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")

@@ -76,3 +76,9 @@ def test_a_writer_holds_one_tensor_at_a_time(tmp_path):
     """Contract 37: besides, what is on its way, which is the half that the other rank has, and the columns that are sent by rows."""
     for peak in run_on_ranks(2, shared_jobs.memory_of_an_export, str(tmp_path)):
         assert 40_000 <= peak <= 40_000 + 2 * 20_000 + 200
+
+
+def test_single_elements_that_are_turned(tmp_path):
+    """B90, B98: torch takes any stride of one element for contiguous."""
+    run_on_ranks(2, shared_jobs.export_single_elements, str(tmp_path), {"dp_shard": 2})
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], torch.tensor([[1.0, 2.0]]))

@@ -61,6 +61,8 @@ class DecoderConfig:
         check(self, "dropout", 0.0 <= self.dropout < 1.0, "0 <= dropout < 1")
         check(self, "rope_theta", self.rope_theta > 1.0, "more than 1")
         check(self, "init_std", self.init_std > 0.0, "more than 0")
+        check(self, "moe", self.moe is None or isinstance(self.moe, MoEConfig), "a MoEConfig, or None")
+        check(self, "head", isinstance(self.head, Head), "LanguageModeling(), or another head of trainer_kit.models")
 
     def _set_head_size(self) -> None:
         turns = "; rotary positions turn pairs"

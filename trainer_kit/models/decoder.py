@@ -73,7 +73,7 @@ class Decoder(nn.Module):
         if stage.is_first:
             self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size, std=config.init_std)
             self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
-        self.layers = nn.ModuleDict({str(number): DecoderBlock(config, number, context) for number in _layers_of(config, stage)})
+        self.layers = nn.ModuleDict({str(number): DecoderBlock(config, number, context) for number in layers_of_stage(config, stage)})
         if stage.is_last:
             self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
             self.head = build_head(config)
@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         return plan
 
 
-def _layers_of(config: DecoderConfig, stage: StageInfo) -> range:
-    """The layers of a stage. With experts in some of them they cost what one token meets there."""
+def layers_of_stage(config: DecoderConfig, stage: StageInfo) -> range:
+    """The numbers of its layers. With experts in some of them, layers cost what one token meets there."""
     costs = [config.num_layer_parameters(number, active=True) for number in range(config.num_layers)]
     return distribute_layers(config.num_layers, stage.num_stages, costs=costs if len(set(costs)) > 1 else None)[stage.index]

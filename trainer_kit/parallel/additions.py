@@ -33,6 +33,9 @@ class Addition(nn.Module):
     def is_added(self) -> bool:
         """Whether it is to be added in this call."""
 
+    def check_settled(self) -> None:
+        """Raise StateError while the weight of the layer is not its own: then it must not be saved, nor be loaded into."""
+
     @abstractmethod
     def cut_dims(self, dim: int) -> Mapping[str, int | None]:
         """How its parameters are cut when the weight of the layer is, along `dim`, by name.

@@ -5,6 +5,7 @@ Before editing: the config is what makes a folder valid, so it comes last; of a 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -109,7 +110,12 @@ def _write(folder: Folder, config: Mapping[str, Any], tensors: Mapping[str, torc
         folder.rename(WEIGHTS + TEMPORARY, WEIGHTS)
         folder.rename(CONFIG + TEMPORARY, CONFIG)
         folder.sync()
-    except OSError as error:
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            for name in (WEIGHTS, CONFIG):
+                folder.remove(name + TEMPORARY)
+        if not isinstance(error, OSError):
+            raise
         raise CheckpointError(f"the adapters could not be written to {folder.url}: {error}; free space or choose another folder") from error
     return [WEIGHTS, CONFIG]
 

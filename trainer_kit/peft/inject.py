@@ -20,7 +20,7 @@ from trainer_kit.exceptions import ConfigurationError, ModelError, UnsupportedEr
 from trainer_kit.mesh.layout import is_distributed
 from trainer_kit.models.experts import GroupedExperts
 from trainer_kit.names import alias_table
-from trainer_kit.parallel.additions import attach
+from trainer_kit.parallel.additions import addition_of, attach
 from trainer_kit.peft.experts import attach_to_experts
 from trainer_kit.peft.layers import LowRank, LowRankEmbedding, LowRankLinear
 from trainer_kit.peft.methods import LoRA, Method
@@ -85,6 +85,7 @@ class Injection:
             parameter.requires_grad_(True)
         for site, method in self.adapters:
             _attach(site, method)
+        _call_layers_of_encoders(self.model)
         for parameter in self.model.parameters() if base_dtype is not None else ():
             if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(base_dtype)
@@ -181,6 +182,15 @@ def _attach(site: Site, method: LoRA) -> None:
     else:
         assert isinstance(owner, nn.Linear)
         attach(owner, SUBMODULE, LowRankLinear(owner, method))
+
+
+def _call_layers_of_encoders(model: nn.Module) -> None:
+    """In eval mode torch's encoder layers read the weights of their two linear layers in place of calling them, and adapters were lost."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(map(addition_of, (module.linear1, module.linear2))):
+            module.activation_relu_or_gelu = 0  # of no activation that the fused kernel knows
+        elif isinstance(module, nn.TransformerEncoder) and any(map(addition_of, module.modules())):
+            module.use_nested_tensor = False  # which is for the fused kernel alone
 
 
 def _parameters_like(pattern: str, names: Iterable[str], ties: Mapping[str, str]) -> list[str]:

@@ -47,6 +47,11 @@ class LowRank(Addition):
             raise StateError("the adapters are merged into the weights; call trainer_kit.peft.unmerge(model) before training goes on")
         return self.original is None
 
+    def check_settled(self) -> None:
+        """Not while the weight has the change in it: a checkpoint would hold it twice."""
+        if self.original is not None:
+            raise StateError("the adapters are merged into the weights; call trainer_kit.peft.unmerge(model) before saving or loading")
+
     def reset_parameters(self) -> None:
         """Kaiming-uniform A with a = sqrt(5), so uniform within 1 / sqrt(inputs); B zero: the layer computes what it did."""
         nn.init.uniform_(self.A, -1 / math.sqrt(self.A.shape[-1]), 1 / math.sqrt(self.A.shape[-1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from glob import escape
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class AdaptedProvider(ModelProvider):
 
     def may_be_missing(self, ctx: StageContext) -> Iterable[str]:
         """What the base model allows, and the adapters: stored base models have none."""
-        return [*self.base.may_be_missing(ctx), *sorted(adapter_tensors(ctx.built()))]
+        return [*self.base.may_be_missing(ctx), *map(escape, sorted(adapter_tensors(ctx.built())))]
 
     def may_be_unused(self, ctx: StageContext) -> Iterable[str]:
         """What the base model allows."""

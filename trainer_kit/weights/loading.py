@@ -53,9 +53,9 @@ def load_model_state(
     """
     reader = ModelStateReader(path)
     plan = plan_load(reader.entries, mapper, targets, aliases or {})
-    report = check_fit(reader.folder.url, reader.entries, [plan.findings], allow_missing, allow_unexpected)
+    report = check_fit(reader.url, reader.entries, [plan.findings], allow_missing, allow_unexpected)
     stream = _Stream(reader, mapper, plan, targets)
-    with torch.no_grad(), LoadingBar(reader.folder.url, stream.num_bytes()) as tell:
+    with torch.no_grad(), LoadingBar(reader.url, stream.num_bytes()) as tell:
         stream.read_mosaics(tell)
         stream.take_mapped(None, tell)
         stream.compare_second_names()
@@ -92,12 +92,12 @@ def load_stages(
     of_model = {stage: told for of_rank in team.exchange(known if is_first else {}) for stage, told in of_rank.items()}
     found = {stage: of_model[stage][0] for stage in sorted(of_model)}
     missing, unexpected = ([name for told in of_model.values() for name in told[index]] for index in (1, 2))
-    report = team.everywhere(lambda: check_fit(reader.folder.url, reader.entries, list(found.values()), missing, unexpected))
+    report = team.everywhere(lambda: check_fit(reader.url, reader.entries, list(found.values()), missing, unexpected))
 
     streams = [_Stream(reader, part.mapper, plan, part.state.tensors) for part, plan in plans]
     size = sum(stream.num_bytes(reads_mapped=is_first) for stream in streams)
     _ = context.stage_group  # making it takes all ranks, and not every stage may need it
-    with LoadingBar(reader.folder.url, size, is_shown=context.local_rank == 0) as tell:
+    with LoadingBar(reader.url, size, is_shown=context.local_rank == 0) as tell:
         for act in (
             lambda stream: stream.read_mosaics(tell),
             lambda stream: stream.take_mapped(context, tell),
@@ -119,9 +119,7 @@ def _each(streams: Sequence[_Stream], act: Callable[[_Stream], None]) -> None:
 class _Stream:
     """One pass over the files: mosaics first, read by each rank for itself; then what the mapper makes; then second names of ties."""
 
-    def __init__(
-        self, reader: ModelStateReader, mapper: StateMapper, plan: LoadPlan, targets: Mapping[str, torch.Tensor]
-    ) -> None:
+    def __init__(self, reader: ModelStateReader, mapper: StateMapper, plan: LoadPlan, targets: Mapping[str, torch.Tensor]) -> None:
         self._reader, self._mapper, self._plan = reader, mapper, plan
         self._layouts = {name: layout_of(target) for name, target in targets.items()}
         self._locals = {name: local_of(target) for name, target in targets.items()}
@@ -193,6 +191,6 @@ class _Stream:
         if not same_bits(target, part.to(device=target.device, dtype=target.dtype)):
             name = self._plan.canonical[output]
             raise CheckpointError(
-                f"{self._reader.folder.url} holds different values for {self._filled[name]!r} and {output!r}, which are one tied weight of "
+                f"{self._reader.url} holds different values for {self._filled[name]!r} and {output!r}, which are one tied weight of "
                 f"the model ({name!r}); untie the model, or remove one of the two from the files"
             )

@@ -30,7 +30,9 @@ MARK = ("producer", "trainer_kit")
 TEMPORARY = ".tmp"
 KEPT = "old-"  # a suffix would hide the format from tools that go by the ending
 COMPANION = ".companion"  # in the temporary name of a file that goes with the model, so that a killed attempt can be told by it
-_OURS = re.compile(r"(old-)?model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?(\.tmp)?|.+\.companion\.tmp")
+_OURS = re.compile(
+    r"(old-)?model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?(\.tmp)?|.+\.companion\.tmp|adapter_(model\.safetensors|config\.json)\.tmp"
+)
 PATIENCE = 5.0  # seconds until a network file system shows what another host wrote
 COMPANIONS = ("*config.json", "*token*.json", "tokenizer*", "vocab.*", "merges.txt", "*.model", "chat_template*")  # of a model
 _MAY_BE_THERE = (*COMPANIONS, "README*", "LICENSE*", ".*")

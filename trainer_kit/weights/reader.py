@@ -33,7 +33,7 @@ class ModelStateReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.folder, name = _locate(path)
+        self.folder, name, self.url = _locate(path)
         weight_map = read_index(self.folder, name) if name.endswith(".json") else None
         self.files: list[str] = [name] if weight_map is None else sorted(set(weight_map.values()))
         self.entries: dict[str, TensorEntry] = {}
@@ -46,7 +46,7 @@ class ModelStateReader:
             self._check_tensors(name, weight_map)
 
     def __repr__(self) -> str:
-        return f"ModelStateReader({self.folder.url!r}, {len(self.entries)} tensors in {len(self.files)} files)"
+        return f"ModelStateReader({self.url!r}, {len(self.entries)} tensors in {len(self.files)} files)"
 
     def open(self, file: str) -> AbstractContextManager[IO[Any]]:
         """One of `files`, for `read`."""
@@ -129,19 +129,19 @@ def _first_tensors(weight_map: Mapping[str, str]) -> dict[str, str]:
     return firsts
 
 
-def _locate(path: str | os.PathLike[str]) -> tuple[Folder, str]:
-    """The folder and, inside it, the single file or the index."""
+def _locate(path: str | os.PathLike[str]) -> tuple[Folder, str, str]:
+    """The folder and, inside it, the single file or the index; and what was asked for of the two, in full, for messages."""
     text = os.fspath(path).rstrip("/")
     if text.endswith((".safetensors", ".safetensors.index.json")):
         parent, _, name = text.rpartition("/")
         folder = Folder(f"{parent}/" if parent.endswith(":/") else parent or ("/" if text.startswith("/") else "."))
         if folder.exists(name) and not folder.is_folder(name):
-            return folder, name
+            return folder, name, folder.path(name)
     folder = Folder(path)
     names = folder.names()
     for name in (SINGLE, INDEX):
         if name in names:
-            return folder, name
+            return folder, name, folder.url
     raise CheckpointError(f"no model state at {folder.url}: {SINGLE} or {INDEX} was expected, {_seen(folder, names)}")
 
 

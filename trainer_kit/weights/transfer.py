@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from trainer_kit.mesh.layout import as_bytes
 from trainer_kit.weights.format import num_bytes
 from trainer_kit.weights.pieces import Shape
 from trainer_kit.weights.sources import Part, nearest
@@ -92,12 +93,12 @@ class Transfer:
         for tag, move in enumerate(moves):
             if move.source == road.rank:
                 sent = plain(move.part.taken(), move.dtype, road.wire)
-                operations.append(dist.P2POp(dist.isend, _bytes(sent), move.target, road.group, tag))
+                operations.append(dist.P2POp(dist.isend, as_bytes(sent), move.target, road.group, tag))
             elif move.tensor is not None:
                 place = move.part.place_in(move.tensor)
                 is_direct = is_plain_on(place, road.wire)
                 memory = place if is_direct else torch.empty(place.shape, dtype=place.dtype, device=road.wire)
-                operations.append(dist.P2POp(dist.irecv, _bytes(memory), move.source, road.group, tag))
+                operations.append(dist.P2POp(dist.irecv, as_bytes(memory), move.source, road.group, tag))
                 if not is_direct:
                     arriving.append((place, memory))
         for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -126,8 +127,3 @@ def plain(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, *, cop
 def is_plain_on(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether its memory is there, and has the elements in row-major order."""
     return tensor.device.type == device.type and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: not every back-end sends every dtype."""
-    return tensor.view(-1).view(torch.uint8)

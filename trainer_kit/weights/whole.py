@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer_kit.exceptions import ModelError
-from trainer_kit.mesh.layout import Layout, is_distributed, layout_of, local_of
+from trainer_kit.mesh.layout import Layout, as_bytes, is_distributed, layout_of, local_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,7 +72,7 @@ def _send(local: torch.Tensor, layout: Layout, group: ProcessGroup) -> None:
 
     dist.send(torch.tensor([layout.offsets, layout.sizes], device=local.device), group=group, group_dst=0)
     if local.numel():
-        dist.send(_bytes(local.contiguous()), group=group, group_dst=0)
+        dist.send(as_bytes(local.contiguous()), group=group, group_dst=0)
 
 
 def _receive(mine: torch.Tensor, layout: Layout, group: ProcessGroup) -> torch.Tensor:
@@ -89,12 +89,7 @@ def _receive(mine: torch.Tensor, layout: Layout, group: ProcessGroup) -> torch.T
         target = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
         direct = target.is_contiguous() and mine.device.type == "cpu"
         part = target if direct else torch.empty(sizes, dtype=mine.dtype, device=mine.device)
-        dist.recv(_bytes(part), group=group, group_src=rank)
+        dist.recv(as_bytes(part), group=group, group_src=rank)
         if not direct:
             target.copy_(part)
     return whole
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: not every back-end sends every dtype."""
-    return tensor.view(-1).view(torch.uint8)

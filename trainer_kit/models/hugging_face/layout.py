@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainer_kit.model.provider import StageInfo
-from trainer_kit.model.stage_layers import distribute_layers
 from trainer_kit.models.config import DecoderConfig
 from trainer_kit.models.config_parts import Embedding, Head, LanguageModeling, TokenClassification
+from trainer_kit.models.decoder import layers_of_stage
 from trainer_kit.weights.mapper import StateMapper
 from trainer_kit.weights.mappers import Chunk, Copy, Drop, Parallel, Prefix, Rename, Stack, expand, for_each
 
@@ -42,8 +42,7 @@ class Layout:
 
 def stage_mapper(config: DecoderConfig, stage: StageInfo, layout: Layout) -> StateMapper:
     """From the names of Hugging Face to those of a stage of a `Decoder`."""
-    layers = distribute_layers(config.num_layers, stage.num_stages)[stage.index]
-    base = _layers(config, layers, layout.experts)
+    base = _layers(config, layers_of_stage(config, stage), layout.experts)
     if stage.is_last:
         base.append(Rename("norm.weight", "norm.weight"))
     outer: list[StateMapper] = []
@@ -70,8 +69,7 @@ def balance_biases(config: DecoderConfig, stage: StageInfo) -> list[str]:
     """Our buffers of a stage that Hugging Face has no place for."""
     if config.moe is None or not config.moe.balance_bias:
         return []
-    layers = distribute_layers(config.num_layers, stage.num_stages)[stage.index]
-    return [f"layers.{number}.feed_forward.router.balance_bias" for number in layers if config.has_experts(number)]
+    return [f"layers.{number}.feed_forward.router.balance_bias" for number in layers_of_stage(config, stage) if config.has_experts(number)]
 
 
 def head_names(head: Head | None) -> dict[str, str]:

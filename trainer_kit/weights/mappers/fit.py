@@ -50,7 +50,7 @@ def check_fit_of(
     reader = checkpoint if isinstance(checkpoint, ModelStateReader) else ModelStateReader(checkpoint)
     targets, aliases = _targets(model)
     findings = plan_load(reader.entries, mapper, targets, aliases, allow_meta=True).findings
-    url = reader.folder.url
+    url = reader.url
     try:
         check_fit(url, reader.entries, [findings], allow_missing, allow_unexpected)
     except CheckpointError as error:
