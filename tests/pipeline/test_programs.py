@@ -82,7 +82,7 @@ def channels(program):
     return sent, received
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(programs(), st.integers(0, 3), st.booleans())
 def test_every_built_program_is_right(program, ahead, sharded):
     """Contract 20, by other means than the check, which accepted it: same order on both sides, sends right after, nothing twice, no
@@ -177,7 +177,7 @@ def with_steps(program, rank, steps):
     return replace(program, steps=(*program.steps[:rank], tuple(steps), *program.steps[rank + 1 :]))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=60)
 @given(st.one_of(programs(max_ranks=4), programs(max_ranks=4, receive_ahead=2)), st.randoms(use_true_random=False))
 def test_dropped_and_doubled_actions_are_refused(program, rng):
     rank = rng.randrange(program.layout.num_ranks)
@@ -188,7 +188,7 @@ def test_dropped_and_doubled_actions_are_refused(program, rng):
     assert not accepts(with_steps(program, rank, [*steps[:again], steps[at], *steps[again:]]))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(st.one_of(programs(max_ranks=4), programs(max_ranks=4, receive_ahead=1)), st.randoms(use_true_random=False))
 def test_swapped_actions_are_refused_exactly_if_the_order_is_lost(program, rng):
     """Some swaps do no harm, such as of two computations that do not need each other: the independent judge decides."""

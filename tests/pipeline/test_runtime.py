@@ -19,11 +19,8 @@ from trainer_kit.pipeline.building import ProgramCache
 from trainer_kit.random_state import capture
 from trainer_kit.testing import run_on_ranks
 
-PACKS = [(3,), (3, 2), (2, 3, 4), (2, 2, 5, 3), (1, 2, 3, 4, 5), (3, 3, 3, 3, 3, 3), (2,) * 7, (2, 0, 3, 2, 2, 2, 2, 1), (3,) * 9, (4,)]
-ALL = [
-    ("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("looped_bfs", 2), ("zb1p", 1), ("zb1p", 2), ("zb1p", 3),
-    ("zbv", 2), ("dualpipe_v", 2),
-]  # fmt: skip
+PACKS = [(3,), (2, 3, 4), (2, 2, 5, 3), (1, 2, 3, 4, 5), (2, 0, 3, 2, 2, 2, 2, 1), (3,) * 9, (4,)]
+ALL = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 3), ("looped_bfs", 2), ("zb1p", 2), ("zbv", 2), ("dualpipe_v", 2)]
 EACH_SHAPE = [("1f1b", 1), ("zb1p", 2), ("zbv", 2)]
 
 
@@ -93,23 +90,23 @@ def test_on_four_ranks(schedule, stages_per_rank, ahead):
     check_training(4, schedule, stages_per_rank, [(2, 3, 1, 2, 4, 2, 2, 3), (1,) * 9], receive_ahead=ahead)
 
 
-@pytest.mark.parametrize(("schedule", "stages_per_rank"), EACH_SHAPE)
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("1f1b", 1), ("zbv", 2)])
 @pytest.mark.parametrize("weigh", ["returned", "tensor", "terms", "none"])
 def test_weights_that_come_in_any_way_reach_every_rank(schedule, stages_per_rank, weigh):
     """Contract 1, decision 3: known before the forward or only where the last stage is."""
-    check_training(2, schedule, stages_per_rank, [(2, 2, 2), (3, 3, 3, 3)] if weigh == "none" else PACKS[:4], weigh=weigh)
+    check_training(2, schedule, stages_per_rank, [(2, 2, 2), (3, 3, 3, 3)] if weigh == "none" else PACKS[:3], weigh=weigh)
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), EACH_SHAPE)
 def test_parts_may_be_frozen(schedule, stages_per_rank):
     """Contracts 13 and 22: single parameters, and a whole stage in the middle or at the end."""
     last = 2 * stages_per_rank - 1
-    check_training(2, schedule, stages_per_rank, PACKS[:5], frozen=((0, "a.weight"), (1, "w"), last))
+    check_training(2, schedule, stages_per_rank, PACKS[:3], frozen=((0, "a.weight"), (1, "w"), last))
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_rank", "frozen"), [("1f1b", 1, (0,)), ("zb1p", 2, (0, 1)), ("zbv", 2, (0, 1, 2))])
 def test_no_gradient_goes_to_frozen_first_stages(schedule, stages_per_rank, frozen):
-    check_training(2, schedule, stages_per_rank, PACKS[:4], frozen=frozen, first_trainable=len(frozen))
+    check_training(2, schedule, stages_per_rank, PACKS[:3], frozen=frozen, first_trainable=len(frozen))
     for record in run_on_ranks(2, transfers_job, schedule, 2 * stages_per_rank, len(frozen)):
         gradients_to = {transfer.message.stage for transfer in record.transfers if transfer.message.is_gradient}
         assert gradients_to <= set(range(len(frozen), 2 * stages_per_rank))
@@ -121,10 +118,10 @@ def transfers_job(schedule, num_stages, first_trainable):
     return runner._transport.record
 
 
-@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("zb1p", 1), ("zbv", 2), ("dualpipe_v", 2)])
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("zb1p", 1), ("dualpipe_v", 2)])
 def test_a_stage_that_does_not_split_runs_its_whole_backward_at_once(schedule, stages_per_rank):
     """Contract 23: as with activation checkpointing, which would compute the activations again in both parts."""
-    check_training(2, schedule, stages_per_rank, packs_for(schedule, 2)[:5], splits=False, make=Checkpointed)
+    check_training(2, schedule, stages_per_rank, packs_for(schedule, 2)[:2], splits=False, make=Checkpointed)
     check_training(2, schedule, stages_per_rank, packs_for(schedule, 2)[:2], make=Checkpointed)
     counts = {splits: run_on_ranks(2, recompute_job, schedule, 2 * stages_per_rank, splits) for splits in (False, True)}
     assert counts[False] == [[2 * 4] * stages_per_rank] * 2, "once forwards, once backwards"

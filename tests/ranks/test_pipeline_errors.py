@@ -64,7 +64,7 @@ def fragile(stage):
 
 
 # Where a V layout has all stages of a microbatch on few ranks, not every rank would come to a forward that fails.
-PLACES = {"1f1b": ["step_start", "forward", "gradients"], "shard": ["forward", "gradients"], "zbv shard": ["gradients"], "one": ["nowhere"]}
+PLACES = {"shard": ["step_start", "forward", "gradients"], "zbv shard": ["gradients"], "one": ["nowhere"]}
 
 
 def job_symmetric(layout):
@@ -72,7 +72,7 @@ def job_symmetric(layout):
     Breaks.arm("")
     weights, found, records = [], [], []
     for place in PLACES[layout]:
-        trainer = run_of(layout, provider(32, 8, shuffle=True), Arms(place), model=fragile, total_steps=6)
+        trainer = run_of(layout, provider(32, 8, shuffle=True), Arms(place), model=fragile, total_steps=4)
         try:
             trainer.fit()
         except ValueError as error:
@@ -84,7 +84,7 @@ def job_symmetric(layout):
     return weights, found, records, [thread.name for thread in threading.enumerate() if "trainer_kit" in thread.name]
 
 
-@pytest.mark.parametrize("layout", ["1f1b", "shard", "zbv shard"])
+@pytest.mark.parametrize("layout", ["shard", "zbv shard"])
 def test_a_step_that_failed_on_all_ranks_leaves_nothing_behind(layout):
     """Contracts 24 and 42: transfers under way, gradients half summed, parameters half gathered: a second fit ends as a run without it."""
     (expected,), _, (losses,), _ = job_symmetric("one")
@@ -92,7 +92,7 @@ def test_a_step_that_failed_on_all_ranks_leaves_nothing_behind(layout):
     for _, found, records, threads in ranks:
         assert threads == [] and found == [(f"broken in {place}", 2) for place in PLACES[layout]]
         for of_run in records:
-            assert [step for step, _ in of_run] == [3, 4, 5, 6] and of_run == [(n, pytest.approx(v, rel=1e-9)) for n, v in losses]
+            assert [step for step, _ in of_run] == [3, 4] and of_run == [(n, pytest.approx(v, rel=1e-9)) for n, v in losses]
     for index in range(len(PLACES[layout])):
         assert_same_weights([found[0][index] for found in ranks], expected)
 

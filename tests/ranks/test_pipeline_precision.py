@@ -17,8 +17,7 @@ SETTINGS = {
     "bf16-mixed": {"precision": "bf16-mixed"},
     "bf16": {"precision": "bf16"},
     "bf16, fp32 gradients": {"precision": "bf16", "grad_dtype": "fp32", "optimizer": sgd(0.1)},
-    "recomputed by name": {"activation_checkpointing": ("layers.0", "head")},
-    "recomputed in bf16": {"activation_checkpointing": True, "precision": "bf16-mixed"},
+    "recomputed by name in bf16": {"activation_checkpointing": ("layers.0", "head"), "precision": "bf16-mixed"},
 }
 
 
@@ -29,7 +28,7 @@ def batches():
 
 def fitted(layout, **settings):
     strategy = MeshStrategy(device="cpu", **({"dp_replicate": 1} | LAYOUTS[layout]))
-    settings = {"total_steps": 4, "log_every": 1, "optimizer": AdamW(lr=0.01), "seed": 2} | settings
+    settings = {"total_steps": 3, "log_every": 1, "optimizer": AdamW(lr=0.01), "seed": 2} | settings
     if settings["precision"] == "bf16" and "grad_dtype" not in settings:
         settings["optimizer"] = None  # StochasticAdamW
     trainer = quiet_trainer(lambda stage: Decoder(CONFIG, stage), CausalLMTask(), batches(), strategy=strategy, **settings)
@@ -79,10 +78,8 @@ GRAPHS: list = []
 def job_compiled(layout):
     GRAPHS.clear()
     torch.compiler.reset()
-    found = [
-        fitted(layout, precision="fp32", total_steps=2, compile={"backend": keep_graph}, activation_checkpointing=again)
-        for again in (False, True)
-    ]
+    recomputed = ("layers.0",)  # so the first stage runs its backwards whole, and the second one splits them
+    found = fitted(layout, precision="fp32", total_steps=2, compile={"backend": keep_graph}, activation_checkpointing=recomputed)
     torch.compiler.reset()
     return found, len(GRAPHS)
 
@@ -93,6 +90,5 @@ def test_compiled_blocks_are_those_of_one_process():
     """Contract 23: compiled graphs come whole, on a schedule that splits; each layer is a block, one per stage too."""
     expected = fitted("one", precision="fp32", total_steps=2)
     ranks = run_on_ranks(2, job_compiled, "zb1p")
-    assert all(number >= 2 for _, number in ranks)
-    for again in (0, 1):
-        compare([found[again] for found, _ in ranks], expected)
+    assert all(number >= 1 for _, number in ranks)
+    compare([found for found, _ in ranks], expected)

@@ -7,11 +7,9 @@ completes under any softer rules, because nothing depends on who comes first. It
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from operator import itemgetter
-from typing import TYPE_CHECKING, NoReturn, cast
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.pipeline.actions import Action, Kind, Pair, Step
@@ -33,17 +31,16 @@ _WORDS = {
     _WEIGHT: "backward of weights",
     _SENT_GRADIENT: "send of the gradient",
 }
-# By kind: what must have happened before, what has happened after; for receives what is posted, and what has arrived in the end.
-_RULES = (
-    (_HAS_ACTIVATIONS, _FORWARD),
-    (_FORWARD | _HAS_GRADIENT, _INPUT | _WEIGHT),
-    (_FORWARD | _HAS_GRADIENT, _INPUT),
-    (_INPUT, _WEIGHT),
-    (_FORWARD, _SENT_ACTIVATIONS),
-    (_POSTED_ACTIVATIONS, _HAS_ACTIVATIONS),
-    (_INPUT, _SENT_GRADIENT),
-    (_POSTED_GRADIENT, _HAS_GRADIENT),
-)
+_RULES = {  # what must have happened before, what has happened after, what that brings to another stage, and how far that one is
+    Kind.FORWARD: (_HAS_ACTIVATIONS, _FORWARD, _HAS_ACTIVATIONS, 1),
+    Kind.BACKWARD: (_FORWARD | _HAS_GRADIENT, _INPUT | _WEIGHT, _HAS_GRADIENT, -1),
+    Kind.BACKWARD_INPUT: (_FORWARD | _HAS_GRADIENT, _INPUT, _HAS_GRADIENT, -1),
+    Kind.BACKWARD_WEIGHT: (_INPUT, _WEIGHT, 0, 0),
+    Kind.SEND_ACTIVATIONS: (_FORWARD, _SENT_ACTIVATIONS, _HAS_ACTIVATIONS, 1),
+    Kind.RECEIVE_ACTIVATIONS: (0, _POSTED_ACTIVATIONS, _HAS_ACTIVATIONS, 0),
+    Kind.SEND_GRADIENT: (_INPUT, _SENT_GRADIENT, _HAS_GRADIENT, -1),
+    Kind.RECEIVE_GRADIENT: (0, _POSTED_GRADIENT, _HAS_GRADIENT, 0),
+}
 _OTHER_SIDE = {  # what each waits for, and how far its stage is
     Kind.FORWARD: (Kind.SEND_ACTIVATIONS, -1),
     Kind.BACKWARD: (Kind.SEND_GRADIENT, 1),
@@ -55,6 +52,10 @@ _OTHER_SIDE = {  # what each waits for, and how far its stage is
 }
 _POSTED_FOR = {_HAS_ACTIVATIONS: _POSTED_ACTIVATIONS, _HAS_GRADIENT: _POSTED_GRADIENT}
 
+# Looking a member up in an enum class costs more than the rest of a line in `_run_rank`.
+_BACKWARD_WEIGHT, _UNSHARD = Kind.BACKWARD_WEIGHT, Kind.UNSHARD
+_SENDS = (Kind.SEND_ACTIVATIONS, Kind.SEND_GRADIENT)
+
 
 def check_program(program: Program) -> None:
     """Raises ConfigurationError that names rank, stage and microbatch of the first thing that is wrong."""
@@ -63,147 +64,157 @@ def check_program(program: Program) -> None:
     _Check(program).run()
 
 
+class _Effect(NamedTuple):
+    """What a kind of action does to the microbatches of a stage: of the bits in `mask`, those in `needs` and no others must be there, then
+    `gives` are added; and which bits arrive in another row by that."""
+
+    row: list[int]
+    mask: int
+    needs: int
+    gives: int
+    other_row: list[int]
+    arrives: int
+
+
+class _Channel(NamedTuple):
+    """The other side of a kind of transfer of a stage; `posted` are the receives of all stages that wait for data in this direction."""
+
+    rank: int
+    kind: Kind
+    stage: int
+    posted: deque[Action]
+
+
 class _Check:
     """The state of all ranks while the program runs dry."""
 
     def __init__(self, program: Program) -> None:
         self.program, self.layout = program, program.layout
-        count, ranks = program.num_microbatches, program.layout.ranks
-        self.state = [[0] * count for _ in ranks]  # by stage and microbatch
+        count, stages = program.num_microbatches, range(program.layout.num_stages)
+        self.state = [[0] * count for _ in stages]  # by stage and microbatch
         self.state[0] = [_HAS_ACTIVATIONS] * count  # the inputs of the model
-        self.closed = [stage in program.sharded_stages for stage in range(len(ranks))]
+        self.closed = [stage in program.sharded_stages for stage in stages]
         self.reduced: set[int] = set()
         self.resharded: set[int] = set()
-        self.handovers = self._handovers()
-        self.posted = {(a, b): deque[Action]() for r, s in pairwise(ranks) if r != s for a, b in ((r, s), (s, r))}
-        self.todo = [iter(self._flat(rank, steps)) for rank, steps in enumerate(program.steps)]
-        self.waiting: list[Action | None] = [None] * len(self.todo)
-        self.runnable = deque(range(len(self.todo)))
+        self.posted = defaultdict[tuple[int, int], deque[Action]](deque)  # by sender and receiver
+        self.effects = [[self._effect(kind, stage) for stage in stages] for kind in _RULES]
+        self.channels = [[self._channel(kind, stage) for stage in stages] for kind in _RULES]
+        self.waiting: list[Action | None] = [None] * len(program.steps)
+        self.runnable = deque(range(len(program.steps)))
+        self.ranks = [self._run_rank(rank, steps) for rank, steps in enumerate(program.steps)]
 
-    def _handovers(self) -> list[list[tuple[list[int], int] | None]]:
-        """By kind and stage: what a computation puts where, without a transfer: into the next or previous stage on the same rank, and
-        from the last stage's forward, with the loss, into its own backward."""
-        ranks, state = self.layout.ranks, self.state
-        stages = range(len(ranks))
-        onwards = [(state[s + 1], _HAS_ACTIVATIONS) if s < stages[-1] and ranks[s + 1] == ranks[s] else None for s in stages]
-        if self.program.trains:
-            onwards[-1] = (state[-1], _HAS_GRADIENT)
-        back = [(state[s - 1], _HAS_GRADIENT) if s and ranks[s - 1] == ranks[s] else None for s in stages]
-        return [onwards, back, back, [None] * len(ranks)]
+    def _effect(self, kind: Kind, stage: int) -> _Effect:
+        """A computation hands over to a stage on its rank, and a send to one on another; the last forward, with the loss, to its own
+        backward."""
+        ranks = self.layout.ranks
+        needs, gives, arrives, step = _RULES[kind]
+        to = stage + step
+        if kind == Kind.FORWARD and to == len(ranks):
+            to, arrives = stage, _HAS_GRADIENT if self.program.trains else 0
+        elif not 0 <= to < len(ranks) or (ranks[to] == ranks[stage]) == kind.is_send:
+            to, arrives = stage, 0
+        return _Effect(self.state[stage], needs | gives, needs, gives, self.state[to], arrives)
 
-    def _flat(self, rank: int, steps: tuple[Step, ...]) -> Sequence[Action]:
-        """The actions of a rank, pairs taken apart after a look at them; those that this rank cannot have are refused."""
-        flat = [*self._apart(rank, steps)] if Pair in set(map(type, steps)) else cast("tuple[Action, ...]", steps)
-        here, count = self.layout.stages_of(rank), self.program.num_microbatches
-        if wrong := set(map(itemgetter(1), flat)).difference(here):
-            action = next(action for action in flat if action.stage in wrong)
-            self.fail(rank, action, f"the stage is not on this rank, which hosts {list(here)}")
-        for kind, microbatch in set(map(itemgetter(0, 2), flat)):
-            if (kind >= Kind.UNSHARD) != (microbatch < 0) or microbatch >= count:
-                action = next(action for action in flat if (action.kind, action.microbatch) == (kind, microbatch))
-                wanted = "none for the parameters of a stage" if kind >= Kind.UNSHARD else f"0 to {count - 1}"
-                self.fail(rank, action, f"the microbatch is {microbatch}, expected {wanted}")
-        return flat
+    def _channel(self, kind: Kind, stage: int) -> _Channel | None:
+        """None where there is no other side."""
+        ranks = self.layout.ranks
+        other, step = _OTHER_SIDE.get(kind, (kind, 0))
+        to = stage + step
+        if kind.is_compute or not 0 <= to < len(ranks) or ranks[to] == ranks[stage]:
+            return None
+        ends = (ranks[stage], ranks[to]) if kind.is_send else (ranks[to], ranks[stage])
+        return _Channel(ranks[to], other, to, self.posted[ends])
 
-    def _apart(self, rank: int, steps: tuple[Step, ...]) -> Iterator[Action]:
+    def _actions(self, rank: int, steps: tuple[Step, ...]) -> Iterator[Action]:
+        """The actions of a rank, pairs taken apart after a look at them."""
         for step in steps:
             if isinstance(step, Pair):
                 kinds = (step.forward.kind, step.backward.kind)
                 if kinds != (Kind.FORWARD, Kind.BACKWARD) or step.forward[1:] == step.backward[1:]:
                     self.fail(rank, step, "a pair is a forward and a full backward that may overlap, of two microbatches or stages")
-            yield from step.parts
+                yield from step.parts
+            else:
+                yield step
 
     def run(self) -> None:
-        do = [self._compute] * 4 + [self._send, self._receive] * 2 + [self._unshard, self._reshard, self._reduce]
         while self.runnable:
             rank = self.runnable.popleft()
-            waited = self.waiting[rank]
-            self.waiting[rank] = None
-            if waited is not None and not do[waited.kind](rank, waited, True):
-                self.waiting[rank] = waited
-                continue
-            for action in self.todo[rank]:
-                if not do[action[0]](rank, action, False):
-                    self.waiting[rank] = action
-                    break
+            self.waiting[rank] = next(self.ranks[rank], None)
         self._check_end()
 
-    def _compute(self, rank: int, action: Action, again: bool) -> bool:
-        kind, stage, microbatch = action
-        row, (needs, gives) = self.state[stage], _RULES[kind]
-        happened = row[microbatch]
-        if happened & needs != needs or happened & gives:
-            return self._cannot(rank, action, happened)
-        if self.closed[stage]:
-            self.fail(rank, action, "the stage is sharded here; an unshard must come before, and its reshard after")
-        row[microbatch] = happened | gives
-        handover = self.handovers[kind][stage]
-        if handover is not None:
-            handover[0][microbatch] |= handover[1]
-        return True
+    def _run_rank(self, rank: int, steps: tuple[Step, ...]) -> Iterator[Action]:
+        """Does the actions of a rank in order. Yields the one that it waits in; whoever changes what it may wait for resumes it."""
+        effects, channels, closed = self.effects, self.channels, self.closed
+        waiting, runnable, receives_wait = self.waiting, self.runnable, self.program.receives_wait
+        here, count = self.layout.stages_of(rank), self.program.num_microbatches
+        for action in self._actions(rank, steps):
+            kind, stage, microbatch = action
+            if kind >= _UNSHARD or stage not in here or not 0 <= microbatch < count:
+                self._check_place(rank, action)
+                self._parameters(rank, action)
+                continue
+            row, mask, needs, gives, other_row, arrives = effects[kind][stage]
+            while row[microbatch] & mask != needs:
+                self._check_waits(rank, action, row[microbatch])
+                yield action
+            row[microbatch] |= gives
+            if kind <= _BACKWARD_WEIGHT:
+                if closed[stage]:
+                    self.fail(rank, action, "the stage is sharded here; an unshard must come before, and its reshard after")
+                other_row[microbatch] |= arrives
+                continue
+            peer, other, to, posted = channels[kind][stage] or self._no_peer(rank, action)
+            if kind in _SENDS:
+                while not posted:
+                    yield action
+                if (expected := posted.popleft()) != (other, to, microbatch):
+                    self.fail(rank, action, f"rank {peer} expects the data of its '{expected}' first; both sides need the same order")
+                other_row[microbatch] |= arrives
+            else:
+                posted.append(action)
+            if waiting[peer] is not None:
+                runnable.append(peer)
+            while receives_wait and not other_row[microbatch] & arrives:  # in a receive; what is sent is there by now
+                yield action
 
-    def _cannot(self, rank: int, action: Action, happened: int) -> bool:
-        """False where a computation waits for data whose receive is posted; else an error."""
-        needs, gives = _RULES[action.kind]
-        missing = needs & ~happened
+    def _check_place(self, rank: int, action: Action) -> None:
+        """Raises if the rank cannot have the action."""
+        here, count = self.layout.stages_of(rank), self.program.num_microbatches
+        if action.stage not in here:
+            self.fail(rank, action, f"the stage is not on this rank, which hosts {list(here)}")
+        if (action.kind >= Kind.UNSHARD) != (action.microbatch < 0) or action.microbatch >= count:
+            wanted = "none for the parameters of a stage" if action.kind >= Kind.UNSHARD else f"0 to {count - 1}"
+            self.fail(rank, action, f"the microbatch is {action.microbatch}, expected {wanted}")
+
+    def _check_waits(self, rank: int, action: Action, happened: int) -> None:
+        """Raises unless the action is a computation that waits for data whose receive is posted."""
+        needs, gives, *_ = _RULES[action.kind]
         if happened & gives:
-            self.fail(rank, action, f"it comes twice: the {_words(happened & gives)} of this microbatch was before")
+            first = "" if action.kind.is_receive else f": the {_words(happened & gives)} of this microbatch was before"
+            self.fail(rank, action, f"it comes twice{first}")
         arriving = sum(has for has, posted in _POSTED_FOR.items() if happened & posted)
-        if missing & ~arriving == 0:
-            return False
-        return self.fail(rank, action, f"the {_words(missing)} of this microbatch must come before it")
+        if needs & ~happened & ~arriving:
+            self.fail(rank, action, f"the {_words(needs & ~happened)} of this microbatch must come before it")
 
-    def _peer(self, rank: int, action: Action, to: int) -> int:
-        if not 0 <= to < self.layout.num_stages or self.layout.ranks[to] == rank:
-            self.fail(rank, action, f"there is no other rank with a stage {to} to exchange data with")
-        return self.layout.ranks[to]
+    def _no_peer(self, rank: int, action: Action) -> NoReturn:
+        to = action.stage + _OTHER_SIDE[action.kind][1]
+        self.fail(rank, action, f"there is no other rank with a stage {to} to exchange data with")
 
-    def _send(self, rank: int, action: Action, again: bool) -> bool:
-        kind, stage, microbatch = action
-        to, receive = (stage + 1, Kind.RECEIVE_ACTIVATIONS) if kind == Kind.SEND_ACTIVATIONS else (stage - 1, Kind.RECEIVE_GRADIENT)
-        row, (needs, gives) = self.state[stage], _RULES[kind]
-        if row[microbatch] & needs != needs or row[microbatch] & gives:
-            self._cannot(rank, action, row[microbatch])
-        peer = self._peer(rank, action, to)
-        posted = self.posted[rank, peer]
-        if not posted:
-            return False
-        if posted[0] != (receive, to, microbatch):
-            self.fail(rank, action, f"rank {peer} expects the data of its '{posted[0]}' first; both sides need the same order")
-        posted.popleft()
-        row[microbatch] |= gives
-        self.state[to][microbatch] |= _RULES[receive][1]
-        if self.waiting[peer] is not None:
-            self.runnable.append(peer)
-        return True
+    def _parameters(self, rank: int, action: Action) -> None:
+        {Kind.UNSHARD: self._unshard, Kind.RESHARD: self._reshard, Kind.REDUCE_GRADIENT: self._reduce}[action.kind](rank, action)
 
-    def _receive(self, rank: int, action: Action, again: bool) -> bool:
-        kind, stage, microbatch = action
-        row, (posts, arrives) = self.state[stage], _RULES[kind]
-        if not again:
-            if row[microbatch] & posts:
-                self.fail(rank, action, "it comes twice")
-            peer = self._peer(rank, action, stage + (1 if kind == Kind.RECEIVE_GRADIENT else -1))
-            row[microbatch] |= posts
-            self.posted[peer, rank].append(action)
-            if self.waiting[peer] is not None:
-                self.runnable.append(peer)
-        return not self.program.receives_wait or bool(row[microbatch] & arrives)
-
-    def _unshard(self, rank: int, action: Action, again: bool) -> bool:
+    def _unshard(self, rank: int, action: Action) -> None:
         if not self.closed[action.stage] or action.stage in self.resharded:
             self.fail(rank, action, "the stage is not sharded, or was unsharded before; once per pack is enough")
         self.closed[action.stage] = False
-        return True
 
-    def _reshard(self, rank: int, action: Action, again: bool) -> bool:
+    def _reshard(self, rank: int, action: Action) -> None:
         if self.closed[action.stage] or action.stage not in self.program.sharded_stages:
             self.fail(rank, action, "the stage is not unsharded")
         self.closed[action.stage] = True
         self.resharded.add(action.stage)
-        return True
 
-    def _reduce(self, rank: int, action: Action, again: bool) -> bool:
+    def _reduce(self, rank: int, action: Action) -> None:
         stage = action.stage
         if stage not in self.program.sharded_stages or stage in self.reduced:
             self.fail(rank, action, "the stage is not sharded, or its gradient was reduced before; once per pack is right")
@@ -211,7 +222,6 @@ class _Check:
             if not happened & _WEIGHT:
                 self.fail(rank, action, f"the backward of weights of mb{microbatch} must come before it")
         self.reduced.add(stage)
-        return True
 
     def _check_end(self) -> None:
         stuck = [rank for rank, action in enumerate(self.waiting) if action is not None]

@@ -7,76 +7,78 @@ with one common order. Appending either of them elsewhere takes away the proof t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+from typing import NamedTuple
+
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import Action, Kind, Step
 from trainer_kit.pipeline.schedules.schedule import Order
 
-# Looking a member up in an enum class costs more than the rest of a line here.
-_FORWARD, _BACKWARD_WEIGHT = Kind.FORWARD, Kind.BACKWARD_WEIGHT
-_SEND_ACTIVATIONS, _RECEIVE_ACTIVATIONS = Kind.SEND_ACTIVATIONS, Kind.RECEIVE_ACTIVATIONS
-_SEND_GRADIENT, _RECEIVE_GRADIENT = Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT
+_ENDED = object()
 
 
 def with_transfers(orders: Order, layout: StageLayout, num_microbatches: int) -> list[list[Step]]:
     """The lists of all ranks with their transfers. Stages on one rank hand over without any. Raises ConfigurationError on a circle."""
-    simulation = _Simulation(layout, num_microbatches)
-    todo = [iter(order) for order in orders]
-    heads = {rank: head for rank, steps in enumerate(todo) if (head := next(steps, None)) is not None}
-    while heads:
-        stuck = True
-        for rank, head in list(heads.items()):
-            if not simulation.is_ready(head):
-                continue
-            simulation.do(rank, head)
-            stuck = False
-            following = next(todo[rank], None)
-            if following is None:
-                del heads[rank]
-            else:
-                heads[rank] = following
-        if stuck:
-            waits = ", ".join(f"rank {rank} for the inputs of '{head}'" for rank, head in list(heads.items())[:4])
-            raise ConfigurationError(f"the compute order of the schedule has a circle: these ranks wait: {waits}; change its order")
-    return simulation.lists
+    lists: list[list[Step]] = [[] for _ in range(layout.num_ranks)]
+    places = _places(lists, layout, num_microbatches)
+    runs = [_run(order, lists[rank], places) for rank, order in enumerate(orders)]
+    for waits in zip_longest(*runs, fillvalue=_ENDED):  # a turn of each rank, in order
+        if all(waits):  # so nothing changed
+            stuck = [f"rank {rank} for the inputs of '{step}'" for rank, step in enumerate(waits) if step is not _ENDED]
+            raise ConfigurationError(
+                f"the compute order of the schedule has a circle: these ranks wait: {', '.join(stuck[:4])}; change its order"
+            )
+    return lists
 
 
-class _Simulation:
-    """What has arrived where, and the lists so far."""
+def _run(order: Iterable[Step], own: list[Step], places: list[list[_Place]]) -> Iterator[Step | None]:
+    """Each turn does one step of a rank, and yields None, or the step if its inputs are not there."""
+    for step in order:
+        parts = (step,) if type(step) is Action else step.parts  # a call less for nearly all of them
+        for kind, stage, microbatch in parts:
+            while not places[kind][stage].inputs[microbatch]:
+                yield step
+        own.append(step)
+        for kind, stage, microbatch in parts:
+            _, outputs, transfer = places[kind][stage]
+            outputs[microbatch] = True
+            if transfer is not None:
+                send, receive, to, others = transfer
+                own.append(Action(send, stage, microbatch))
+                others.append(Action(receive, to, microbatch))
+        yield None
 
-    def __init__(self, layout: StageLayout, num_microbatches: int) -> None:
-        self.lists: list[list[Step]] = [[] for _ in range(layout.num_ranks)]
-        self._ranks = layout.ranks
-        self._last = layout.num_stages - 1
-        self._activations = [bytearray(num_microbatches) for _ in layout.ranks]
-        self._gradients = [bytearray(num_microbatches) for _ in layout.ranks]
-        self._activations[0] = self._gradients[-1] = bytearray(b"\1" * num_microbatches)  # the model's inputs, and its loss
 
-    def is_ready(self, step: Step) -> bool:
-        return all(map(self._has_inputs, step.parts))
+class _Place(NamedTuple):
+    """A kind of computation on a stage. inputs, outputs: by microbatch, whether what it needs and what it makes is there. transfer: kinds
+    of the send and the receive, the stage of the receive, and the list of the rank that has it."""
 
-    def _has_inputs(self, action: Action) -> bool:
-        kind, stage, microbatch = action
-        if kind == _FORWARD:
-            return bool(self._activations[stage][microbatch])
-        return kind == _BACKWARD_WEIGHT or bool(self._gradients[stage][microbatch])
+    inputs: bytearray
+    outputs: bytearray
+    transfer: tuple[Kind, Kind, int, list[Step]] | None
 
-    def do(self, rank: int, step: Step) -> None:
-        self.lists[rank].append(step)
-        for kind, stage, microbatch in step.parts:
-            if kind == _FORWARD:
-                if stage < self._last:
-                    self._activations[stage + 1][microbatch] = 1
-                    self._transfer(rank, stage, stage + 1, microbatch, _SEND_ACTIVATIONS, _RECEIVE_ACTIVATIONS)
-            elif kind != _BACKWARD_WEIGHT and stage:
-                self._gradients[stage - 1][microbatch] = 1
-                self._transfer(rank, stage, stage - 1, microbatch, _SEND_GRADIENT, _RECEIVE_GRADIENT)
 
-    def _transfer(self, rank: int, stage: int, to: int, microbatch: int, send: Kind, receive: Kind) -> None:
-        peer = self._ranks[to]
-        if peer != rank:
-            self.lists[rank].append(Action(send, stage, microbatch))
-            self.lists[peer].append(Action(receive, to, microbatch))
+def _places(lists: list[list[Step]], layout: StageLayout, num_microbatches: int) -> list[list[_Place]]:
+    """By kind and stage."""
+    last, ranks = layout.num_stages - 1, layout.ranks
+    always = bytearray(b"\1" * num_microbatches)
+    activations = [always, *(bytearray(num_microbatches) for _ in range(last)), always]
+    gradients = [always, *(bytearray(num_microbatches) for _ in range(last)), always]  # of the outputs of the stage before
+
+    def transfer(stage: int, to: int, send: Kind, receive: Kind) -> tuple[Kind, Kind, int, list[Step]] | None:
+        return (send, receive, to, lists[ranks[to]]) if 0 <= to <= last and ranks[to] != ranks[stage] else None
+
+    places: list[list[_Place]] = [[], [], [], []]
+    for stage in range(last + 1):
+        onwards = transfer(stage, stage + 1, Kind.SEND_ACTIVATIONS, Kind.RECEIVE_ACTIVATIONS)
+        back = transfer(stage, stage - 1, Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)
+        places[Kind.FORWARD].append(_Place(activations[stage], activations[stage + 1], onwards))
+        places[Kind.BACKWARD].append(_Place(gradients[stage + 1], gradients[stage], back))
+        places[Kind.BACKWARD_INPUT].append(places[Kind.BACKWARD][-1])
+        places[Kind.BACKWARD_WEIGHT].append(_Place(always, always, None))
+    return places
 
 
 def with_earlier_receives(steps: list[Step], ahead: int) -> list[Step]:

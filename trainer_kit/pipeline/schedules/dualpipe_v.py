@@ -10,7 +10,7 @@ from collections import deque
 
 from trainer_kit.mesh.stages import StageLayout
 from trainer_kit.pipeline.actions import Action, Kind, Pair, Step
-from trainer_kit.pipeline.schedules.schedule import Order
+from trainer_kit.pipeline.schedules.schedule import Order, actions
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 
@@ -27,31 +27,22 @@ def dualpipe_v(layout: StageLayout, num_microbatches: int) -> Order:
 class _Writer:
     """Writes the order of one rank: each call takes the next microbatch of its direction; weights wait in one queue."""
 
-    def __init__(self, stages: tuple[int, int]) -> None:
+    def __init__(self, stages: tuple[int, int], num_microbatches: int) -> None:
         self.order: list[Step] = []
-        self.stages = stages
-        self.forwards, self.backwards = [0, 0], [0, 0]
+        self.forwards, self.backwards = ([iter(actions(kind, stage, range(num_microbatches))) for stage in stages] for kind in (F, B))
         self.weights: deque[Action] = deque()
 
-    def next_forward(self, way: int) -> Action:
-        self.forwards[way] += 1
-        return Action(F, self.stages[way], self.forwards[way] - 1)
-
-    def next_backward(self, way: int, kind: Kind = B) -> Action:
-        self.backwards[way] += 1
-        action = Action(kind, self.stages[way], self.backwards[way] - 1)
-        if kind == I:
-            self.weights.append(action._replace(kind=W))
-        return action
-
     def forward(self, way: int) -> None:
-        self.order.append(self.next_forward(way))
+        self.order.append(next(self.forwards[way]))
 
     def backward(self, way: int, kind: Kind = B) -> None:
-        self.order.append(self.next_backward(way, kind))
+        action = next(self.backwards[way])._replace(kind=kind)
+        self.order.append(action)
+        if kind == I:
+            self.weights.append(action._replace(kind=W))
 
     def pair(self, forward: int, backward: int) -> None:
-        self.order.append(Pair(self.next_forward(forward), self.next_backward(backward)))
+        self.order.append(Pair(next(self.forwards[forward]), next(self.backwards[backward])))
 
     def oldest_weights(self) -> None:
         if self.weights:
@@ -60,7 +51,7 @@ class _Writer:
 
 def _one_rank(num_ranks: int, rank: int, num_microbatches: int) -> list[Step]:
     down, up, behind = 0, 1, num_ranks - rank - 1
-    write = _Writer((rank, 2 * num_ranks - 1 - rank))
+    write = _Writer((rank, 2 * num_ranks - 1 - rank), num_microbatches)
     for _ in range(2 * behind):
         write.forward(down)
     for _ in range(rank + 1):

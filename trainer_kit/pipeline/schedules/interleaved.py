@@ -7,18 +7,19 @@ per rank, m microbatches.
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, zip_longest
 
 from trainer_kit.mesh.stages import StageLayout
-from trainer_kit.pipeline.actions import Action, Kind, Step
+from trainer_kit.pipeline.actions import Kind, Step
 from trainer_kit.pipeline.schedules.rounds import rounds
-from trainer_kit.pipeline.schedules.schedule import Order
+from trainer_kit.pipeline.schedules.schedule import Order, actions
 
 
-def passes(layout: StageLayout, num_microbatches: int, rank: int, *, backward: bool) -> list[tuple[int, int]]:
-    """(stage, microbatch) in the order in which a rank goes through them: per round its first stage, then its next one, ..., or back."""
-    stages = layout.stages_of(rank)[:: -1 if backward else 1]
-    return [(stage, index) for indices in rounds(layout.num_ranks, num_microbatches) for stage in stages for index in indices]
+def _passes(kind: Kind, layout: StageLayout, num_microbatches: int, rank: int) -> list[Step]:
+    """All of a kind in the order in which a rank does them: per round those of its first stage, then of its next one, ..., or back."""
+    stages = layout.stages_of(rank)[:: 1 if kind == Kind.FORWARD else -1]
+    passes = [actions(kind, stage, indices) for indices in rounds(layout.num_ranks, num_microbatches) for stage in stages]
+    return list(chain.from_iterable(passes))
 
 
 def _warmup(layout: StageLayout, num_microbatches: int, rank: int, *, per_rank_behind: int) -> int:
@@ -40,8 +41,7 @@ def interleaved(layout: StageLayout, num_microbatches: int) -> Order:
 
 
 def _interleaved_rank(layout: StageLayout, num_microbatches: int, rank: int) -> list[Step]:
-    forwards = [Action(Kind.FORWARD, *at) for at in passes(layout, num_microbatches, rank, backward=False)]
-    backwards = [Action(Kind.BACKWARD, *at) for at in passes(layout, num_microbatches, rank, backward=True)]
+    forwards, backwards = (_passes(kind, layout, num_microbatches, rank) for kind in (Kind.FORWARD, Kind.BACKWARD))
     warmup = _warmup(layout, num_microbatches, rank, per_rank_behind=2)
     steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
@@ -62,17 +62,12 @@ def zero_bubble(layout: StageLayout, num_microbatches: int) -> Order:
 
 
 def _zero_bubble_rank(layout: StageLayout, num_microbatches: int, rank: int) -> list[Step]:
-    forwards = [Action(Kind.FORWARD, *at) for at in passes(layout, num_microbatches, rank, backward=False)]
-    back = passes(layout, num_microbatches, rank, backward=True)
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    forwards, inputs, weights = (_passes(kind, layout, num_microbatches, rank) for kind in kinds)
     warmup = _warmup(layout, num_microbatches, rank, per_rank_behind=1)
-    order: list[Step] = [*forwards[:warmup]]
-    for turn, at in enumerate(back):
-        order += forwards[warmup + turn : warmup + turn + 1]
-        order.append(Action(Kind.BACKWARD_INPUT, *at))
-        if turn >= rank:
-            order.append(Action(Kind.BACKWARD_WEIGHT, *back[turn - rank]))
-    order += [Action(Kind.BACKWARD_WEIGHT, *at) for at in back[max(0, len(back) - rank) :]]
-    return order
+    later: list[Step | None] = [*[None] * rank, *weights]  # None is what a turn does not have
+    turns = zip_longest(forwards[warmup:], inputs, later)
+    return [*forwards[:warmup], *filter(None, chain.from_iterable(turns))]
 
 
 def zero_bubble_peak(layout: StageLayout, num_microbatches: int, rank: int) -> int:

@@ -21,7 +21,7 @@ def gpipe(layout: StageLayout, num_microbatches: int) -> Order:
     with the same bubble and memory.
     """
     every = range(num_microbatches)
-    return [actions(Kind.FORWARD, rank, every) + actions(Kind.BACKWARD, rank, every) for rank in range(layout.num_ranks)]
+    return [[*actions(Kind.FORWARD, rank, every), *actions(Kind.BACKWARD, rank, every)] for rank in range(layout.num_ranks)]
 
 
 def gpipe_peak(_layout: StageLayout, num_microbatches: int, _rank: int) -> int:

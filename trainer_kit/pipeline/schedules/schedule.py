@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.mesh.stages import Shape, StageLayout
@@ -61,6 +63,6 @@ class Schedule:
         return self.order(layout, num_microbatches)
 
 
-def actions(kind: Kind, stage: int, microbatches: Iterable[int]) -> list[Step]:
-    """The same action for several microbatches."""
-    return [Action(kind, stage, microbatch) for microbatch in microbatches]
+def actions(kind: Kind, stage: int, microbatches: Iterable[int]) -> list[Action]:
+    """The same action for several microbatches. As tuples of tuples, because a large program has some hundred thousand of them."""
+    return list(map(partial(tuple.__new__, Action), zip(repeat(kind), repeat(stage), microbatches)))

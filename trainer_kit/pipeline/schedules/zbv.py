@@ -7,9 +7,12 @@ one stage; p ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain, islice
+
 from trainer_kit.mesh.stages import StageLayout
-from trainer_kit.pipeline.actions import Action, Kind
-from trainer_kit.pipeline.schedules.schedule import Order
+from trainer_kit.pipeline.actions import Kind, Step
+from trainer_kit.pipeline.schedules.schedule import Order, actions
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 
@@ -21,53 +24,33 @@ def zbv(layout: StageLayout, num_microbatches: int) -> Order:
     rank (2p activations of half the size). As in torch, the order for fewer microbatches is that for 2p - 1 with the missing ones left
     out.
     """
-    enough = max(2 * layout.num_ranks - 1, num_microbatches)
-    orders = [_one_rank(layout.num_ranks, rank, enough) for rank in range(layout.num_ranks)]
-    return [[step for step in order if step.microbatch < num_microbatches] for order in orders]
+    num_ranks, enough = layout.num_ranks, max(2 * layout.num_ranks - 1, num_microbatches)
+    orders = [_one_rank(num_ranks, rank, enough) for rank in range(num_ranks)]
+    if enough > num_microbatches:
+        orders = [[step for step in order if step.parts[0].microbatch < num_microbatches] for order in orders]
+    return orders
 
 
-class _Writer:
-    """Writes the order of one rank: each call takes the next microbatch of its kind and direction."""
+def _one_rank(num_ranks: int, rank: int, num_microbatches: int) -> list[Step]:
+    order: list[Step] = []
 
-    def __init__(self, stages: tuple[int, int]) -> None:
-        self.order: list[Action] = []
-        self.stages = stages
-        self.count = {(kind, way): 0 for kind in (F, I, W) for way in (0, 1)}
+    def write(times: int, *kinds: Iterator[Step]) -> None:
+        """So many times the next one of each."""
+        order.extend(chain.from_iterable(zip(*(islice(kind, times) for kind in kinds), strict=True)))
 
-    def add(self, way: int, *kinds: Kind) -> None:
-        for kind in kinds:
-            self.order.append(Action(kind, self.stages[way], self.count[kind, way]))
-            self.count[kind, way] += 1
-
-    def add_weights_left(self, way: int) -> None:
-        while self.count[W, way] < self.count[I, way]:
-            self.add(way, W)
-
-
-def _one_rank(num_ranks: int, rank: int, num_microbatches: int) -> list[Action]:
-    down, up = 0, 1
-    write = _Writer((rank, 2 * num_ranks - 1 - rank))
-    count = write.count
-    for _ in range(2 * (num_ranks - rank) - 1):  # until the first microbatch comes back up
-        write.add(down, F)
-    for _ in range(rank):
-        write.add(up, F)
-        write.add(down, F)
-    for _ in range(num_ranks - rank):  # until the first gradient comes back down
-        write.add(up, F, I, W)
-    while count[F, up] < count[F, down] or count[F, down] < num_microbatches:
-        if count[F, down] < num_microbatches:
-            write.add(down, F)
-        write.add(down, I, W)
-        write.add(up, F, I, W)
-    for _ in range(rank):  # gradients that others wait for come first, weights fill the waits
-        write.add(down, I)
-        write.add(up, I)
-    for _ in range(num_ranks - rank):
-        write.add(down, I, W)
-    write.add_weights_left(up)
-    write.add_weights_left(down)
-    return write.order
+    f_down, i_down, w_down = (iter(actions(kind, rank, range(num_microbatches))) for kind in (F, I, W))
+    f_up, i_up, w_up = (iter(actions(kind, 2 * num_ranks - 1 - rank, range(num_microbatches))) for kind in (F, I, W))
+    behind = num_ranks - 1 - rank
+    write(2 * behind + 1, f_down)  # until the first microbatch comes back up
+    write(rank, f_up, f_down)
+    write(behind + 1, f_up, i_up, w_up)  # until the first gradient comes back down
+    write(num_microbatches - behind - num_ranks, f_down, i_down, w_down, f_up, i_up, w_up)
+    write(behind, i_down, w_down, f_up, i_up, w_up)
+    write(rank, i_down, i_up)  # gradients that others wait for come first, weights fill the waits
+    write(behind + 1, i_down, w_down)
+    write(rank, w_up)
+    write(rank, w_down)
+    return order
 
 
 def zbv_peak(layout: StageLayout, num_microbatches: int, rank: int) -> int:
