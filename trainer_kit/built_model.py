@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer_kit.environment import InputsAs, make_autocast
-from trainer_kit.exceptions import CheckpointError, ConfigurationError, ModelError
+from trainer_kit.exceptions import CheckpointError, ConfigurationError, ModelError, UnsupportedError
 from trainer_kit.mesh.team import Team
 from trainer_kit.model import ModelCaller, StageContext, StageInfo, build_stage
 from trainer_kit.model.transforms import checkpoint_activations, compile_blocks, unmatched
@@ -21,6 +21,7 @@ from trainer_kit.parameters import ParameterTable
 from trainer_kit.pipeline import PackRunner, SequentialRunner
 from trainer_kit.pipeline.transfer_spec import check_describes_transfers
 from trainer_kit.ties import TiedWeights
+from trainer_kit.torch_private import written_class
 from trainer_kit.weights.loading import StageLoad, load_stages
 from trainer_kit.weights.stages import stage_state
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from trainer_kit.gradients.synchroniser import MicrobatchSync
     from trainer_kit.mesh import DistributedContext
     from trainer_kit.model import ModelProvider
+    from trainer_kit.parallel import SequenceParts
     from trainer_kit.pipeline.runtime import PipelineRunner
 
 
@@ -64,6 +66,7 @@ def build_model(provider: ModelProvider, config: TrainerConfig, context: Distrib
         dtype = torch.bfloat16 if config.precision == "bf16" else None
         ctx.module = build_stage(provider, context, ctx.stage, seed=config.seed, dtype=dtype)
     modules = [ctx.built() for ctx in contexts]
+    parts = _sequence_parts(modules, config, context)
     table = Team.of(context).everywhere(lambda: _table_of(modules, context))
     table.join(context)
     ties = TiedWeights(table.rows, context)
@@ -71,18 +74,30 @@ def build_model(provider: ModelProvider, config: TrainerConfig, context: Distrib
     _transform(modules, config, context)
     if context.world_size > 1:
         table.check_contracts(context.dense_sizes())
+        _check_experts(modules, table, context)
     if context.num_pipeline_ranks > 1:
-        pipeline = _pipeline_runner(modules, config, context)
+        pipeline = _pipeline_runner(modules, config, context, parts)
         return BuiltModel(modules, contexts, table, ties, pipeline, pipeline.fsdp_sync)
     sync = _fsdp_sync(modules[0], context)
     runner = SequentialRunner(
         _caller(modules[0], config),
         context,
         autocast=make_autocast(config.precision, context.device),
-        lockstep=sync is not None or context.num_tensor_ranks > 1,
+        lockstep=sync is not None or context.forwards_meet,
         modules=modules,
+        parts=parts,
     )
     return BuiltModel(modules, contexts, table, ties, runner, sync)
+
+
+def _check_experts(modules: list[nn.Module], table: ParameterTable, context: DistributedContext) -> None:
+    """Raise ConfigurationError if nothing of the whole model is cut over `ep`."""
+    if context.strategy.ep > 1 and not any("ep" in entry.cut[0] for entry in table.entries):
+        raise ConfigurationError(
+            f"ep={context.strategy.ep} of MeshStrategy has no effect: {written_class(modules[0]).__name__} has no experts that are shared "
+            "out. Give the model a method expert_modules(self) that returns its layers of experts, call "
+            "trainer_kit.parallel.parallelize_expert for them in parallelize_model_stage, or set ep=1"
+        )
 
 
 def _table_of(modules: list[nn.Module], context: DistributedContext) -> ParameterTable:
@@ -153,6 +168,23 @@ def _few(names: Sequence[str], limit: int = 5) -> str:
     return (", ".join(names[:limit]) or "none") + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
+def _sequence_parts(modules: list[nn.Module], config: TrainerConfig, context: DistributedContext) -> SequenceParts | None:
+    """This rank's parts of sequences, if they are cut. Raises UnsupportedError for a model that was not told of it."""
+    if context.num_context_ranks == 1:
+        return None
+    from trainer_kit.parallel.context import SequenceParts, works_on_parts
+
+    parts = SequenceParts.of(context)
+    if config.compile:
+        raise UnsupportedError(f"compile={config.compile!r} is not there yet for sequences that are cut over cp ranks; leave it out")
+    if parts is not None and not all(map(works_on_parts, modules)):
+        raise UnsupportedError(
+            f"cp={parts.num_ranks} of MeshStrategy cuts sequences, but the model was built for whole ones; call "
+            "trainer_kit.parallel.parallelize_context in parallelize_model_stage, or set cp_shard=1 and cp_replicate=1"
+        )
+    return parts
+
+
 def _caller(module: nn.Module, config: TrainerConfig) -> Callable[[Any, Any], Any]:
     caller = ModelCaller(module)
     return InputsAs(torch.bfloat16, caller) if config.precision == "bf16" else caller
@@ -167,7 +199,9 @@ def _fsdp_sync(module: nn.Module, context: DistributedContext) -> MicrobatchSync
     return FSDPSync(units, context.strategy.fsdp_sync) if units else None
 
 
-def _pipeline_runner(modules: list[nn.Module], config: TrainerConfig, context: DistributedContext) -> PipelineRunner:
+def _pipeline_runner(
+    modules: list[nn.Module], config: TrainerConfig, context: DistributedContext, parts: SequenceParts | None
+) -> PipelineRunner:
     from trainer_kit.parallel import FSDPSync, fsdp_units
     from trainer_kit.pipeline.building import ProgramCache
     from trainer_kit.pipeline.runtime import PipelineRunner
@@ -198,4 +232,4 @@ def _pipeline_runner(modules: list[nn.Module], config: TrainerConfig, context: D
         sharded_stages=sharded if per_pack else (),
         receive_ahead=1 if context.device.type == "cpu" else 0,  # NCCL runs the two directions between two ranks in one order
     )
-    return PipelineRunner(stages, context, programs, group, autocast=make_autocast(config.precision, context.device))
+    return PipelineRunner(stages, context, programs, group, autocast=make_autocast(config.precision, context.device), parts=parts)

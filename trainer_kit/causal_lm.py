@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.metrics import Metric, Perplexity
 from trainer_kit.task import ForwardInputs, Task
 from trainer_kit.torch_private import whole_tensor
+
+if TYPE_CHECKING:
+    from trainer_kit.parallel.context import SequenceParts
 
 IGNORE_INDEX = -100
 
@@ -31,7 +34,8 @@ class CausalLMTask(Task):
 
     A batch is a tensor of tokens (B, T), or a mapping with `input_ids` and optionally `labels` (B, T), in the layout that
     transformers uses: not shifted, -100 where nothing is predicted; without labels, tokens at which an `attention_mask` (B, T) is 0
-    are padding and not predicted. Its other entries go to the model as they are. The model returns logits (B, T, V), or an object
+    or `document_ids` (B, T) are -1 are padding and not predicted, nor is the first token of a document that is packed behind another one.
+    All entries but the labels go to the model as they are. The model returns logits (B, T, V), or an object
     that has them as `.logits`.
     """
 
@@ -40,7 +44,8 @@ class CausalLMTask(Task):
             tokens, labels, inputs = batch, batch, batch  # type: tuple[torch.Tensor, torch.Tensor, Any]
         elif isinstance(batch, Mapping) and "input_ids" in batch:
             tokens = batch["input_ids"]
-            labels = batch["labels"] if batch.get("labels") is not None else without_padding(tokens, batch.get("attention_mask"))
+            given = batch.get("labels")
+            labels = labels_of(tokens, batch.get("attention_mask"), batch.get("document_ids")) if given is None else given
             inputs = {name: value for name, value in batch.items() if name != "labels"}
         else:
             found = f"a mapping with {sorted(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
@@ -58,6 +63,21 @@ class CausalLMTask(Task):
         else:  # counted where the labels are, so that nothing waits for the device
             num_tokens = (targets != IGNORE_INDEX).sum()
         return ForwardInputs(inputs=inputs, state=TokenTargets(targets, num_tokens), weight=num_tokens)
+
+    def cut_sequences(self, given: ForwardInputs, parts: SequenceParts) -> ForwardInputs:
+        """Inputs (B, T, ...) or (1, T, ...) are cut; what has another shape goes to the model as it is."""
+        if not isinstance(given.state, TokenTargets) or given.weight is not given.state.num_tokens:  # of a subclass
+            return super().cut_sequences(given, parts)
+        whole = given.state.targets
+        targets = parts.take(whole)
+        num_tokens = (targets != IGNORE_INDEX).sum()
+        return replace(
+            given,
+            inputs=parts.take_all(given.inputs, whole.shape),
+            shared=parts.take_all(given.shared, whole.shape),
+            state=replace(given.state, targets=targets, num_tokens=num_tokens),
+            weight=num_tokens,
+        )
 
     def compute_loss(self, pipeline_results: Any, state: TokenTargets) -> torch.Tensor:
         logits = pipeline_results if isinstance(pipeline_results, torch.Tensor) else pipeline_results.logits
@@ -80,8 +100,22 @@ class CausalLMTask(Task):
         return whole_tensor(pipeline_results if isinstance(pipeline_results, torch.Tensor) else pipeline_results.logits)
 
 
+def labels_of(tokens: torch.Tensor, mask: torch.Tensor | None, document_ids: torch.Tensor | None) -> torch.Tensor:
+    """The labels of tokens that come without; the tokens themselves if all of them are predicted."""
+    return without_starts(without_padding(tokens, mask), document_ids)
+
+
 def without_padding(tokens: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Labels that leave the masked tokens out. A mask of another shape, as for packed sequences, does not tell of padding."""
     if mask is None or mask.shape != tokens.shape:
         return tokens
     return tokens.masked_fill(mask == 0, IGNORE_INDEX)
+
+
+def without_starts(labels: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
+    """Labels that leave out padding and what no token of the same document foretells."""
+    if document_ids is None:
+        return labels
+    labels = labels.masked_fill(document_ids < 0, IGNORE_INDEX)
+    labels[:, 1:].masked_fill_(document_ids[:, 1:] != document_ids[:, :-1], IGNORE_INDEX)
+    return labels

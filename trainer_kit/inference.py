@@ -70,7 +70,8 @@ class Inference:
         """The outputs of one pack in the order of the data ranks, whose samples follow one another in this order."""
         if self.context.world_size == 1:
             return outputs
-        parts = self.context.host.gather(outputs if self.context.is_counted else [])
+        has_them = self.context.is_counted and self.context.context_rank == 0  # joined on all context ranks, as a collective
+        parts = self.context.host.gather(outputs if has_them else [])
         return [output for part in parts or () for output in part]
 
     @contextmanager

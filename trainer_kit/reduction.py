@@ -2,8 +2,8 @@
 
 Every rank puts the sums of a record (never means) under structured keys; when the record is delivered the numbers of the ranks are
 exchanged once and every rank computes the same values from them, in the order of the ranks. Tensor peers hold the same samples, so
-their sums enter once; in a pipeline the last stage has the metrics, and any stage may have added losses. Not here: when a record is made
-and delivered (`records.py`, `loop.py`).
+their sums enter once; those of context ranks, of other parts of the sequences, add up; in a pipeline the last stage has the metrics, and
+any stage may have added losses. Not here: when a record is made and delivered (`records.py`, `loop.py`).
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def prepare_metrics(metrics: Mapping[str, Any], context: DistributedContext) -> 
                 "subclass trainer_kit.metrics.Metric, whose `reductions` say it, or use one of torchmetrics"
             )
         for part in reducing:
-            part.process_group = context.data_group
-            if context.data_group is None:  # all ranks see the same samples; no group would mean all ranks
+            part.process_group = context.loss_group
+            if context.loss_group is None:  # all ranks see the same samples; no group would mean all ranks
                 part.sync_on_compute, part.distributed_available_fn = False, _is_not_distributed
 
 
@@ -143,10 +143,11 @@ class Reduction:
         is_peer = self._context.tensor_rank > 0  # the stages of a pipeline may all have added losses
         sums = [] if is_peer else [(tuple(key), value) for key, value in values.items() if isinstance(key, tuple)]
         logged = [Logged(key, value, reductions.get(key, "mean")) for key, value in values.items() if isinstance(key, str)]
-        parts = self._context.host.exchange((self._context.data_rank, sums, [tuple(each) for each in logged]))
-        found = _of_logged([(data_rank, [Logged(*each) for each in theirs]) for data_rank, _, theirs in parts])
-        of_losses = _of_losses([(data_rank, *item) for data_rank, theirs, _ in parts for item in theirs])
-        of_metrics = self._of_metrics([item for _, theirs, _ in parts for item in theirs])
+        place = self._context.data_rank, self._context.loss_rank
+        parts = self._context.host.exchange((*place, sums, [tuple(each) for each in logged]))
+        found = _of_logged([(data_rank, [Logged(*each) for each in theirs]) for data_rank, _, _, theirs in parts])
+        of_losses = _of_losses([(loss_rank, *item) for _, loss_rank, theirs, _ in parts for item in theirs])
+        of_metrics = self._of_metrics([item for *_, theirs, _ in parts for item in theirs])
         _check_names(of_losses, of_metrics)
         computed_sums = of_losses | of_metrics
         if both := sorted(found.keys() & computed_sums.keys()):
@@ -188,14 +189,14 @@ def _of_logged(parts: Sequence[tuple[int, Sequence[Logged]]]) -> dict[str, float
 
 
 def _of_losses(sums: Sequence[tuple[int, Any, float]]) -> dict[str, float]:
-    """The losses from the sums of all ranks. `sums`: data rank, key, value.
+    """The losses from the sums of all ranks. `sums`: loss rank, key, value.
 
     A term that several stages of a pipeline add to has one weight there, that of the microbatches, which each of them tells.
     """
     numbers: dict[tuple[str, ...], dict[int, list[float]]] = {}
-    for data_rank, key, value in sums:
+    for loss_rank, key, value in sums:
         if len(key) == len(LossKey._fields):
-            numbers.setdefault(key, {}).setdefault(data_rank, []).append(value)
+            numbers.setdefault(key, {}).setdefault(loss_rank, []).append(value)
     by_prefix: dict[str, LossSums] = {}
     for prefix, term, part in numbers:
         if part == "sum":
@@ -210,8 +211,8 @@ def _of_losses(sums: Sequence[tuple[int, Any, float]]) -> dict[str, float]:
 
 def _combined(sums: Mapping[int, Sequence[float]], coefficients: Mapping[int, Sequence[float]]) -> tuple[float, float]:
     """The sum of a term over all ranks and its coefficient; that of the products, and 1, if the coefficients differ, as in one process."""
-    values = [value for of_data_rank in sums.values() for value in of_data_rank]
-    factors = [factor for of_data_rank in coefficients.values() for factor in of_data_rank]
+    values = [value for of_rank in sums.values() for value in of_rank]
+    factors = [factor for of_rank in coefficients.values() for factor in of_rank]
     if len(set(factors)) == 1:
         return _sum(values), factors[0]
     return _sum([value * factor for value, factor in zip(values, factors, strict=True)]), 1.0

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.exceptions import ConfigurationError, UnsupportedError
 
 if TYPE_CHECKING:
     from trainer_kit.mesh.context import DistributedContext
     from trainer_kit.metrics import Metric
+    from trainer_kit.parallel.context import SequenceParts
 
 Weight = float | int | torch.Tensor
 
@@ -82,6 +83,23 @@ class Task:
     def process_outputs(self, pipeline_results: Any, state: Any) -> Any:
         """What `predict` returns for one microbatch; a tensor or pytree whose first dim is the sample."""
         return pipeline_results
+
+    def cut_sequences(self, given: ForwardInputs, parts: SequenceParts) -> ForwardInputs:
+        """With context parallelism (cp_shard, cp_replicate): this rank's part of what `build_forward_inputs` gave for whole sequences.
+
+        `parts.take(x)` is the part of a tensor (B, T, ...). Labels must be shifted before. The weight is that of the part: those of all
+        parts add up to the weight of the microbatch, and 0 is right where no label counts.
+        """
+        raise UnsupportedError(
+            f"cp={parts.num_ranks} of MeshStrategy cuts sequences, but {type(self).__name__} does not say how to cut what it made of a "
+            "microbatch; give it a method cut_sequences(self, given, parts) that returns ForwardInputs with parts.take(...) of each tensor "
+            "and the weight of this part, or set cp_shard=1 and cp_replicate=1"
+        )
+
+    def join_sequences(self, outputs: Any, parts: SequenceParts) -> Any:
+        """The whole of what `process_outputs` made of a part, on all context ranks, which call it together. By default every tensor in a
+        mapping, tuple or list is (B, T / ranks, ...), and is gathered along its second dim."""
+        return parts.gather_all(outputs)
 
     def setup(self, context: DistributedContext) -> None:
         """Called once by the build, before the model."""

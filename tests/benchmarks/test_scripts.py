@@ -15,6 +15,7 @@ SCRIPTS = {
         ["--rounds", "2", "--steps", "5", "--smoke", "--large-rounds", "1", "--no-peers"],
         ["hand-written loop", "trainer_kit ", "trainer_kit, AutoDataProvider", "log_every=50", "ratio"],
     ),
+    "experts": (["--pairs", "1", "--smoke"], ["by hand, ms", "tiny (16, 32, 32)", "of CPU time"]),
     "startup": (["--rounds", "1"], ["import torch", "import trainer_kit"]),
     "pipeline": (["--smoke", "--pairs", "1", "--ranks", "2", "--only", "1f1b", "zbv"], ["1f1b ", "zbv ", "by torch, ms", "ratio"]),
 }

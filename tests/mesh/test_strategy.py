@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer_kit import MeshStrategy
-from trainer_kit.exceptions import ConfigurationError, UnsupportedError
+from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.mesh.place import Place
 from trainer_kit.mesh.strategy import _device_of_rank
 
@@ -64,14 +64,6 @@ def test_degrees_are_checked_before_any_process_group(launched):
         MeshStrategy(dp_replicate=2, tp=2).build()
 
 
-@pytest.mark.parametrize("degrees", [{"cp_shard": 2}, {"cp_replicate": 2}, {"ep": 2}])
-def test_what_is_not_there_yet_is_refused(launched, degrees):
-    """B146: before anything was started."""
-    (name,) = degrees
-    with pytest.raises(UnsupportedError, match=rf"{name}=2"):
-        MeshStrategy(**degrees).build()
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -80,6 +72,7 @@ def test_what_is_not_there_yet_is_refused(launched, degrees):
         ({"pp": 2, "stages_per_rank": 2}, r"'1f1b' needs exactly 1 stage per rank"),
         ({"pipeline": "1f1b"}, r"pipeline='1f1b'.*no effect with pp=1"),
         ({"stages_per_rank": 1}, r"stages_per_rank=1.*no effect with pp=1"),
+        ({"context_attention": "ring"}, r"context_attention='ring'.*no effect without context ranks"),
         ({"pp": 3}, r"pp 3.*2 ranks"),
     ],
 )

@@ -11,7 +11,15 @@ from trainer_kit import Callback, CausalLMTask
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.model import StageInfo, build_stage
 from trainer_kit.models import Decoder, DecoderConfig, DecoderProvider, MoEConfig, RouterBias, num_flops_per_token
-from trainer_kit.models.experts import GroupedExperts, Router, can_group, dispatch_here, grouped_linear, loop_over_groups
+from trainer_kit.models.experts import (
+    GroupedExperts,
+    MixtureOfExperts,
+    Router,
+    can_group,
+    dispatch_here,
+    grouped_linear,
+    loop_over_groups,
+)
 from trainer_kit.models.load_balance import load_balancing_loss, tokens_per_expert
 
 MOE = MoEConfig(num_experts=8, num_experts_per_token=2, intermediate_size=12)
@@ -73,6 +81,25 @@ def test_each_token_is_a_weighted_sum_over_its_experts(normalizes):
     inner = F.silu(torch.einsum("nd,xfd->nxf", x, experts.gate_proj)) * torch.einsum("nd,xfd->nxf", x, experts.up_proj)
     expected = torch.einsum("nxf,xdf,nx->nd", inner, experts.down_proj, weights)
     torch.testing.assert_close(dispatch_here(x, router(x), experts), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_beyond_the_capacity_add_nothing_and_are_counted():
+    """20 tokens at 2 of 8 experts, half of an even share: each expert takes the first 3."""
+    torch.manual_seed(0)
+    mixture = MixtureOfExperts(replace(CONFIG, moe=replace(MOE, capacity_factor=0.5), init_std=0.5), 0.5)
+    x = random(2, 10, 16)
+    chosen, _, _, kept = mixture.router(x.flatten(0, 1))
+    taken = [min(3, int((chosen == expert).sum())) for expert in range(8)]
+    assert torch.bincount(chosen[kept], minlength=8).tolist() == taken and not kept.all(-1).all()
+    assert mixture.router.num_dropped == 40 - sum(taken)
+    y = mixture(x).flatten(0, 1)
+    assert mixture.router.num_dropped == 2 * (40 - sum(taken)) and not y[~kept.any(-1)].any()
+    assert kept[0].all(), "the first token comes before all others"
+    whole = MixtureOfExperts(replace(CONFIG, init_std=0.5), 0.5)
+    whole.load_state_dict(mixture.state_dict())
+    torch.testing.assert_close(y[kept.all(-1)], whole(x).flatten(0, 1)[kept.all(-1)])
+    mixture.eval()(x)
+    assert mixture.router.num_dropped == 2 * (40 - sum(taken))
 
 
 def test_routers_of_a_bf16_model_decide_in_float32():
@@ -250,6 +277,7 @@ def test_a_bias_callback_without_a_router_is_refused():
         ({"intermediate_size": 0}, "intermediate_size=0"),
         ({"every": 0}, "every=0"),
         ({"aux_loss_coef": -1.0}, "aux_loss_coef=-1.0"),
+        ({"capacity_factor": -1.0}, "capacity_factor=-1.0"),
     ],
 )
 def test_wrong_settings_are_refused(changes, words):

@@ -14,6 +14,7 @@ from trainer_kit.pipeline.transfer_spec import transfer_spec
 IDS = torch.tensor([[1, 5, 2, 9, 4, 3, 3], [7, 7, 1, 2, 10, 6, 8], [3, 3, 3, 3, 3, 3, 3]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1]])
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 0, 0, 0]])
+DOCUMENTS = torch.tensor([[4, 4, 5, 5, 5, -1, -1], [0, 0, 0, 0, 0, 0, 0], [9, 2, 2, 2, 7, 7, -1]])
 BATCHES = {
     "ids": IDS,
     "ids in a mapping": {"input_ids": IDS},
@@ -21,6 +22,8 @@ BATCHES = {
     "mask": {"input_ids": IDS, "attention_mask": MASK},
     "positions": {"input_ids": IDS, "position_ids": POSITIONS[:1]},
     "both": {"input_ids": IDS, "attention_mask": MASK.bool(), "position_ids": POSITIONS},
+    "documents": {"input_ids": IDS, "document_ids": DOCUMENTS},
+    "documents and all": {"input_ids": IDS, "document_ids": DOCUMENTS, "attention_mask": MASK, "position_ids": POSITIONS},
 }
 HEADS = {
     "tokens": TokenClassification(num_labels=3, dropout=0.0),
@@ -66,6 +69,20 @@ def test_the_task_of_language_models_gives_a_mask_to_the_model(config, context):
     torch.testing.assert_close(logits[1], model(IDS[1:2])[0])
     alone = {"input_ids": IDS[2:, 6:], "position_ids": torch.tensor([[6]])}
     torch.testing.assert_close(logits[2, 6], model(alone)[0, 0])
+
+
+def test_packed_documents_are_as_if_each_were_alone(config, context):
+    """Attention stays within a document and positions start again there; labels that are not given leave out starts and padding."""
+    model = built(config, context)
+    given = CausalLMTask().build_forward_inputs({"input_ids": IDS, "document_ids": DOCUMENTS})
+    logits = ModelCaller(model)(given.inputs, given.shared)
+    for row, start, stop in ((0, 0, 2), (0, 2, 5), (1, 0, 7), (2, 0, 1), (2, 1, 4), (2, 4, 6)):
+        torch.testing.assert_close(logits[row, start:stop], model(IDS[row : row + 1, start:stop])[0])
+        expected = [*IDS[row, start + 1 : stop].tolist(), -100]
+        assert given.state.targets[row, start:stop].tolist() == expected
+    assert given.weight == 1 + 2 + 6 + 0 + 2 + 1
+    both = {"input_ids": IDS[:1], "document_ids": torch.zeros(1, 7, dtype=torch.int64), "attention_mask": MASK[:1]}
+    torch.testing.assert_close(model(both)[0, :5], model(IDS[:1, :5])[0])
 
 
 def test_a_sequence_of_padding_alone_is_finite(config, context):

@@ -103,7 +103,7 @@ def trained(degrees, moe):
     return {name: buffer.tolist() for name, buffer in buffers.items() if name.endswith("balance_bias")}, values
 
 
-@pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{"dp_replicate": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_biases_follow_the_load_of_all_ranks(degrees):
     """Those of every rank are those of one process, tensor peers and padding included."""
     moe = replace(MOE, aux_loss_coef=0.0)
@@ -114,7 +114,7 @@ def test_biases_follow_the_load_of_all_ranks(degrees):
     assert all(bias == expected[name] for biases in found for name, bias in biases.items())
 
 
-@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"tp": 2, "ep": 2}, {"pp": 2}], ids=str)
 def test_the_auxiliary_loss_is_that_of_one_process(degrees):
     """On ranks that share the same microbatches; the loss of a microbatch is no sum over its samples."""
     ((_, expected),) = run_on_ranks(1, trained, {}, MOE)

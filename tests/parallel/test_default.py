@@ -51,10 +51,15 @@ def test_the_plan_of_each_mesh(num_ranks, degrees, norm, projection, units, kind
 
 
 class Meshed:
-    """A context of which the plan needs the dense mesh alone."""
+    """A context of which the plan needs the dense mesh, and no other groups."""
+
+    strategy = MeshStrategy()
 
     def __init__(self, mesh):
         self.mesh_for = lambda domain: {"dense": mesh}[domain]
+
+    def group(self, *_):
+        return None
 
 
 def plan(module, **sizes):

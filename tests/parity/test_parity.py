@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from tests.parity import context_runs
 from tests.parity.any_mesh import order, peers_are_equal, relative, run, weights_difference
 from tests.parity.meshes import Spec
 from tests.parity.pipeline_runs import Case, Layout, Variant
@@ -80,3 +81,16 @@ def test_a_pipeline_resumes_what_another_one_saved(tmp_path):
     layouts = [Layout(), Layout("pp 2", "zbv", 2)]
     for number, row in enumerate(resumed(layouts, str(tmp_path))):
         assert all(cell(by_rank, must_be_same=other == number)[1] for other, by_rank in enumerate(row))
+
+
+@pytest.mark.parametrize("mesh", ["cp_shard 2, ring", "cp_replicate 2 x tp 2, ulysses", "cp_shard 2 x dp_shard 2 x pp 2, zbv"])
+def test_sequences_in_parts_give_the_run_of_one_process(mesh):
+    """Contracts 1, 2, 8, 11 and 15, B123: gradients and ten steps in fp64, with packed documents, padding, and parts without a label."""
+    ((spec, by_rank),) = context_runs.measure([context_runs.Spec(mesh)])
+    assert context_runs.is_good(spec, by_rank)
+
+
+def test_sequences_in_parts_resume_what_one_process_saved():
+    """Contract 17, promise 2: and the other way round; bitwise on the same mesh."""
+    found = list(context_runs.resumed([context_runs.Spec("one process"), context_runs.Spec("cp_shard 2, ring")]))
+    assert all(value <= (0 if at == saved else 1e-9) for at, row in enumerate(found) for saved, value in enumerate(row))

@@ -1,4 +1,4 @@
-"""State of which every data rank, and each of its pipeline ranks, has its own: random streams, metrics in progress.
+"""State of which every loss rank, and each of its pipeline ranks, has its own: random streams, metrics in progress.
 
 The values of a checkpoint are those of rank 0, and equal keys of tensors are taken to be equal; so what differs is encoded, plain values
 and small tensors together, as bytes that its rank writes itself: one tensor under a key of its own. The format is the same for one process.
@@ -25,20 +25,21 @@ PARTS = ("random", "task")  # that have such state
 
 
 class RankCounts(NamedTuple):
-    """How many ranks have state of their own: the pipeline ranks of each data rank."""
+    """How many ranks have state of their own: the pipeline ranks of each context rank of each data rank."""
 
     num_data_ranks: int
     num_pipeline_ranks: int
+    num_context_ranks: int = 1
 
     @classmethod
     def of(cls, context: DistributedContext) -> RankCounts:
         """Those of this run."""
-        return cls(context.num_data_ranks, context.num_pipeline_ranks)
+        return cls(context.num_data_ranks, context.num_pipeline_ranks, context.num_context_ranks)
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> RankCounts:
         """Those that were saved as `values`."""
-        return cls(values["num_data_ranks"], values["num_pipeline_ranks"])
+        return cls(*(values.get(name, cls._field_defaults.get(name)) for name in cls._fields))
 
     def values(self) -> dict[str, int]:
         """In plain values."""
@@ -47,35 +48,42 @@ class RankCounts(NamedTuple):
     @property
     def total(self) -> int:
         """All of them."""
-        return self.num_data_ranks * self.num_pipeline_ranks
+        return self.num_loss_ranks * self.num_pipeline_ranks
+
+    @property
+    def num_loss_ranks(self) -> int:
+        """Data ranks times context ranks."""
+        return self.num_data_ranks * self.num_context_ranks
 
     def __str__(self) -> str:
-        stages = f" with {self.num_pipeline_ranks} pipeline ranks each" if self.num_pipeline_ranks > 1 else ""
-        return f"{self.num_data_ranks} data ranks{stages}"
+        several = {"context": self.num_context_ranks, "pipeline": self.num_pipeline_ranks}
+        inside = " and ".join(f"{number} {name} ranks" for name, number in several.items() if number > 1)
+        return f"{self.num_data_ranks} data ranks{f' with {inside} each' if inside else ''}"
 
     def keys(self, part: str) -> list[str]:
-        """What they all save for a part of the state, data rank by data rank."""
+        """What they all save for a part of the state, loss rank by loss rank."""
         return [rank_key(part, rank) for rank in range(self.total)]
 
     def share(self, saved: RankCounts, rank: int) -> range:
-        """Which of the ranks that saved a checkpoint one of these stands for: itself if they are as many, else all of some data ranks."""
+        """Which of the ranks that saved a checkpoint one of these stands for: itself if they are as many, else all of some loss ranks."""
         if saved == self:
             return range(rank, rank + 1)
-        of_data = share_of(rank // self.num_pipeline_ranks, self.num_data_ranks, saved.num_data_ranks)
-        return range(of_data.start * saved.num_pipeline_ranks, of_data.stop * saved.num_pipeline_ranks)
+        of_loss = share_of(rank // self.num_pipeline_ranks, self.num_loss_ranks, saved.num_loss_ranks)
+        return range(of_loss.start * saved.num_pipeline_ranks, of_loss.stop * saved.num_pipeline_ranks)
 
 
 def saved_counts(manifest: Manifest) -> RankCounts:
     """The ranks that saved a checkpoint. Raises CheckpointError unless it has exactly what they all save for themselves."""
     progress = manifest.values.get("progress") if isinstance(manifest.values, dict) else None
-    told = [progress.get(name) if isinstance(progress, dict) else None for name in RankCounts._fields]
+    told = RankCounts.from_values(progress if isinstance(progress, dict) else {})
     counts = RankCounts(*(number if type(number) is int and number > 0 else 0 for number in told))
     for part in PARTS:
         found = {name for name in manifest.tensors if name.startswith(rank_key(part, ""))}
         if not counts.total or len(found) != counts.total or found != set(counts.keys(part)):
             raise CheckpointError(
-                f"the checkpoint says that it is of {told[0]} data ranks with {told[1]} pipeline ranks each, and holds {part!r} of "
-                f"{len(found)}; no run saves such a one: it was altered, or saved by something else than a Trainer"
+                f"the checkpoint says that it is of {told.num_data_ranks} data ranks with {told.num_pipeline_ranks} pipeline and "
+                f"{told.num_context_ranks} context ranks each, and holds {part!r} of {len(found)}; no run saves such a one: it was "
+                "altered, or saved by something else than a Trainer"
             )
     return counts
 
@@ -85,9 +93,9 @@ def rank_key(part: str, rank: int | str) -> str:
     return f"{part}/ranks/{rank}"
 
 
-def share_of(data_rank: int, num_data_ranks: int, num_saved: int) -> range:
-    """Which of the saved data ranks one of now stands for: itself if their number is the same, else a share in their order."""
-    return range(data_rank * num_saved // num_data_ranks, (data_rank + 1) * num_saved // num_data_ranks)
+def share_of(rank: int, num_ranks: int, num_saved: int) -> range:
+    """Which of the saved loss ranks one of now stands for: itself if their number is the same, else a share in their order."""
+    return range(rank * num_saved // num_ranks, (rank + 1) * num_saved // num_ranks)
 
 
 def encode_state(state: Any) -> torch.Tensor:

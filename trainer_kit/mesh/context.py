@@ -44,6 +44,7 @@ class DistributedContext:
     """The place of this process in the run. With the defaults: one process, where everything works and costs nothing.
 
     local_rank: on its machine. node: number of its machine. data_rank: which samples it gets, of `num_data_ranks` parts.
+    context_rank: which part of each sequence it gets, of `num_context_ranks`.
     stage_layout: which stages of the model each pipeline rank hosts; pipeline_rank: this one's place among them.
     host: small exchanges between the ranks. failures: ends this rank when another one fails.
     world: what several ranks hold open; None in one process.
@@ -57,6 +58,8 @@ class DistributedContext:
     node: int = 0
     data_rank: int = 0
     num_data_ranks: int = 1
+    context_rank: int = 0
+    num_context_ranks: int = 1
     tensor_rank: int = 0
     num_tensor_ranks: int = 1
     pipeline_rank: int = 0
@@ -73,9 +76,14 @@ class DistributedContext:
 
     @property
     def is_counted(self) -> bool:
-        """Whether the losses, weights, metrics and outputs of this rank count: those of tensor peers, which are the same, count once, and
-        in a pipeline only those of the last stage."""
+        """Whether the losses, weights and metrics of this rank count: those of tensor peers, which are the same, count once, and in a
+        pipeline only those of the last stage. Context ranks have other parts of the sequences, so all of them count."""
         return self.tensor_rank == 0 and self.hosts_last_stage
+
+    @property
+    def forwards_meet(self) -> bool:
+        """Whether ranks exchange activations within a stage, so that all of them must run the same forwards and backwards."""
+        return self.num_tensor_ranks > 1 or self.num_context_ranks > 1 or self.strategy.ep > 1
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -118,14 +126,29 @@ class DistributedContext:
         return self.group("batch", "dp")
 
     @property
+    def loss_rank(self) -> int:
+        """Which samples, or parts of them, it has, of `num_loss_ranks`: losses and weights are summed over these."""
+        return self.data_rank * self.num_context_ranks + self.context_rank
+
+    @property
+    def num_loss_ranks(self) -> int:
+        """Data ranks times context ranks."""
+        return self.num_data_ranks * self.num_context_ranks
+
+    @property
+    def loss_group(self) -> ProcessGroup | None:
+        """The loss ranks that are otherwise peers; None if there is one."""
+        return self.group("batch", "dp", "cp")
+
+    @property
     def random_rank(self) -> int:
-        """Which random streams it has: tensor peers share them, pipeline ranks don't."""
-        return self.data_rank * self.num_pipeline_ranks + self.pipeline_rank
+        """Which random streams it has: tensor peers share them, context and pipeline ranks don't."""
+        return self.loss_rank * self.num_pipeline_ranks + self.pipeline_rank
 
     @property
     def num_random_ranks(self) -> int:
         """How many different random streams there are."""
-        return self.num_data_ranks * self.num_pipeline_ranks
+        return self.num_loss_ranks * self.num_pipeline_ranks
 
     @property
     def first_rank_of_stage(self) -> int:

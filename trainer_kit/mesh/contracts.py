@@ -53,6 +53,16 @@ def set_contract(parameter: torch.Tensor, mesh: DeviceMesh, kind: Kind) -> None:
     setattr(parameter, _ATTRIBUTE, known)
 
 
+def clear_contracts(parameter: torch.Tensor) -> None:
+    """Forget all contracts of a parameter, which is to be distributed over another domain."""
+    vars(parameter).pop(_ATTRIBUTE, None)
+
+
+def is_of_expert(parameter: torch.Tensor) -> bool:
+    """Whether a parameter lies on the expert domain, so that the functions for the dense one leave it alone."""
+    return "ep" in contracts_of(parameter)
+
+
 def missing_dimensions(contracts: Contracts, sizes: Mapping[str, int]) -> list[str]:
     """The mesh dimensions (name -> size) along which nothing is said about a gradient; empty if all ranks are accounted for."""
     if math.prod(contract.size for contract in contracts.values()) == math.prod(sizes.values()):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from trainer_kit.exceptions import ConfigurationError, UnsupportedError, explain_settings
+from trainer_kit.exceptions import ConfigurationError, explain_settings
 from trainer_kit.mesh.context import DistributedContext
 from trainer_kit.mesh.domains import DEGREES, domains_of
 from trainer_kit.mesh.place import Place, find_place
@@ -29,9 +29,12 @@ class MeshStrategy(BaseModel):
 
     Without a launcher the world is one process, and the default needs no process group.
     `device` is a device or its type, such as "cpu"; None takes the accelerator if there is one. A given name always wins.
+    `ep`: over how many ranks of a stage the experts of a model are shared out, with those of all other degrees but pp; no factor of the
+    world.
     `pipeline`: the schedule of the stages with pp > 1, by its name in `trainer_kit.pipeline.schedules`; None is "1f1b".
     `stages_per_rank`: how many stages each pipeline rank hosts; None takes the number that the schedule needs, or 1.
     `fsdp_sync`: FSDP gathers weights and reduces gradients in each microbatch, or once per pack, which takes memory for whole ones.
+    `context_attention`: how attention works with sequences that are cut over cp ranks: "ring", "ulysses", or None for whichever sends less.
     `backend`: of torch.distributed, such as "cpu:gloo,cuda:nccl"; None takes gloo, and on an accelerator its own next to it.
     """
 
@@ -47,6 +50,7 @@ class MeshStrategy(BaseModel):
     pipeline: str | None = None
     stages_per_rank: int | None = None
     fsdp_sync: Literal["microbatch", "pack"] = "microbatch"
+    context_attention: Literal["ring", "ulysses"] | None = None
     device: str | None = None
     backend: str | None = None
 
@@ -125,6 +129,8 @@ class MeshStrategy(BaseModel):
             node=place.node,
             data_rank=batch.coordinate(place.rank, "dp"),
             num_data_ranks=batch.size("dp"),
+            context_rank=batch.coordinate(place.rank, "cp"),
+            num_context_ranks=batch.size("cp"),
             tensor_rank=batch.coordinate(place.rank, "tp"),
             num_tensor_ranks=batch.size("tp"),
             pipeline_rank=batch.coordinate(place.rank, "pp"),
@@ -143,10 +149,12 @@ class MeshStrategy(BaseModel):
                 raise ConfigurationError(
                     f"{name}={getattr(resolved, name)!r} of MeshStrategy has no effect with pp=1; leave it out, or set pp"
                 )
-        for name in ("cp_shard", "cp_replicate", "ep"):
-            if getattr(resolved, name) > 1:
-                raise UnsupportedError(f"{name}={getattr(resolved, name)} of MeshStrategy is not there yet in this version; leave it at 1")
-        shards = resolved.dp_shard * resolved.cp_shard > 1
+        if resolved.context_attention is not None and resolved.cp_shard * resolved.cp_replicate == 1:
+            raise ConfigurationError(
+                f"context_attention={resolved.context_attention!r} of MeshStrategy has no effect without context ranks; leave it out, "
+                "or set cp_shard or cp_replicate"
+            )
+        shards = resolved.dp_shard * resolved.cp_shard > 1 or (resolved.ep > 1 and domains_of(resolved)["expert"].size("ep_shard") > 1)
         if shards and resolved.fsdp_sync == "microbatch" and resolved.pp > 1 and _schedule(resolved.schedule).splits_backward:
             raise ConfigurationError(
                 f"pipeline={resolved.schedule!r} of MeshStrategy computes gradients of weights apart, so FSDP cannot reduce them in each "

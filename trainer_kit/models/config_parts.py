@@ -23,6 +23,8 @@ class MoEConfig:
     every, dense_layers: layer i has experts if `(i + 1) % every == 0` and i is not in `dense_layers`.
     aux_loss_coef: coefficient of the load-balancing loss, see `load_balancing_loss`; 0: none.
     balance_bias: a bias for the choice of experts, which the callback `RouterBias` moves toward balance.
+    capacity_factor: an expert takes at most this times its even share of the tokens that one rank routes at once, which are those of a
+    microbatch, or of its part of the sequence; the later ones are dropped, add nothing and are counted (`Router.num_dropped`). 0: no limit.
     """
 
     num_experts: int
@@ -33,6 +35,7 @@ class MoEConfig:
     every: int = 1
     aux_loss_coef: float = 0.0
     balance_bias: bool = False
+    capacity_factor: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
@@ -40,7 +43,8 @@ class MoEConfig:
             check(self, name, getattr(self, name) >= 1, "at least 1")
         within = 1 <= self.num_experts_per_token <= self.num_experts
         check(self, "num_experts_per_token", within, f"1 to num_experts={self.num_experts}")
-        check(self, "aux_loss_coef", self.aux_loss_coef >= 0.0, "at least 0")
+        for name in ("aux_loss_coef", "capacity_factor"):
+            check(self, name, getattr(self, name) >= 0.0, "at least 0")
 
     @property
     def is_balanced(self) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.exceptions import ConfigurationError, UnsupportedError
 from trainer_kit.model.provider import StageInfo
 from trainer_kit.model.stage_layers import distribute_layers
 from trainer_kit.models.config import DecoderConfig
@@ -27,6 +27,8 @@ from trainer_kit.models.tensor_plan import decoder_tensor_plan
 
 if TYPE_CHECKING:
     from trainer_kit.mesh.context import DistributedContext
+    from trainer_kit.parallel.context import SequenceParts
+    from trainer_kit.parallel.context_attention import Way
     from trainer_kit.parallel.tensor import Style
 
 
@@ -63,7 +65,8 @@ class Decoder(nn.Module):
         super().__init__()
         stage = stage or StageInfo()
         self.config, self._stage = config, stage
-        self._num_sequence_parts = 1
+        self._num_sequence_parts = 1  # of tensor parallelism, between modules
+        self._parts: SequenceParts | None = None  # of context parallelism
         if config.moe is not None and config.moe.is_balanced and context is None:
             raise ConfigurationError(
                 "MoEConfig(aux_loss_coef or balance_bias) needs the context of the run, to which losses and counts go; pass "
@@ -84,9 +87,9 @@ class Decoder(nn.Module):
         """Token ids (B, T), alone or as `input_ids` of a mapping, to the outputs of the head; a stage in the middle takes and gives hidden
         states (B, T, D), in a mapping if masks or positions go with them."""
         is_first = self._stage.is_first
-        given = DecoderInputs.of_model(inputs, self.config) if is_first else DecoderInputs.of_stage(inputs)
+        given = self._given(inputs).with_positions(self._parts) if is_first else DecoderInputs.of_stage(inputs)
         x_BTD: Any = self.dropout(self.embedding(given.input_ids)) if is_first else given.hidden
-        tokens = TokenInfo.of(given.attention_mask, given.position_ids)
+        tokens = self._token_info(given)
         for layer in self.layers.values():
             x_BTD = layer(x_BTD, self.rotary, tokens)
         if not self._stage.is_last:
@@ -94,14 +97,32 @@ class Decoder(nn.Module):
         x_BTD = self.norm(x_BTD)
         return self.head(x_BTD, given.is_real_BT(self.config)) if self.config.head.pools else self.head(x_BTD)
 
+    def _given(self, inputs: Any) -> DecoderInputs:
+        return DecoderInputs.of_model(inputs, self.config, 1 if self._parts is None else self._parts.num_ranks)
+
+    def _token_info(self, given: DecoderInputs) -> TokenInfo:
+        positions_BT = given.position_ids
+        if positions_BT is None and self._parts is not None:
+            positions_BT = self._parts.positions(given.num_positions(self._num_sequence_parts), device=given.device).unsqueeze(0)
+        return TokenInfo.of(given.attention_mask, positions_BT, given.document_ids, has_mask=self._parts is None)
+
     def stage_transfer_spec(self, inputs: Any, boundary: Literal["incoming", "outgoing"]) -> Any:
         """Between stages go hidden states (B, T, D), or this rank's part of the sequence, and what the inputs have besides ids."""
-        given = DecoderInputs.of_model(inputs, self.config).on_meta()
+        given = self._given(inputs).on_meta().with_positions(self._parts)
         assert given.input_ids is not None
         B, T = given.input_ids.shape
         dtype = next(self.parameters()).dtype
         hidden = torch.empty(B, T // self._num_sequence_parts, self.config.hidden_size, dtype=dtype, device="meta")
         return given.passed_on(hidden, self.config)
+
+    def set_sequence_parts(self, parts: SequenceParts, attention: Way) -> None:
+        """See `parallelize_context`."""
+        if self.config.head.pools:
+            raise UnsupportedError(
+                f"the head {self.config.head!r} works on whole sequences, which cp={parts.num_ranks} of MeshStrategy cuts; "
+                "set cp_shard=1 and cp_replicate=1, or take a head that works on every token"
+            )
+        self._parts = parts
 
     def tied_parameters(self) -> dict[str, str]:
         """The head is the embedding of the first stage, if they are tied."""

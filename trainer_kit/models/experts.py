@@ -9,6 +9,7 @@ back, so that experts on other ranks are another dispatch and nothing else.
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from trainer_kit.models.config_parts import MoEConfig
 from trainer_kit.models.layers import PLAIN, TokenInfo
 from trainer_kit.models.load_balance import LoadBalance, NoBalance
 from trainer_kit.parallel.additions import local_part
-from trainer_kit.parallel.expert_dispatch import Dispatch, combine, sort_by_expert
+from trainer_kit.parallel.expert_dispatch import Dispatch, TokenRouting, combine, sort_by_expert
 
 if TYPE_CHECKING:
     from trainer_kit.mesh.context import DistributedContext
@@ -40,24 +41,28 @@ class Router(nn.Module):
     """A softmax over all experts, of which the largest are taken (Shazeer et al. 2017, arXiv:1701.06538).
 
     balance_bias: added for the choice and not in the weights (DeepSeek-V3, arXiv:2412.19437); num_routed: tokens sent to each expert since
-    the last step. Both are there with `MoEConfig(balance_bias=True)`.
+    the last step. Both are there with `MoEConfig(balance_bias=True)`. num_dropped: copies of tokens that this rank dropped in training so
+    far, with `capacity_factor`.
     """
 
     balance_bias: torch.Tensor | None
     num_routed: torch.Tensor | None
+    num_dropped: torch.Tensor | None
 
     def __init__(self, width: int, config: MoEConfig, std: float) -> None:
         super().__init__()
         self.std, self.num_chosen, self.normalizes = std, config.num_experts_per_token, config.normalize_weights
+        self.capacity_factor = config.capacity_factor
         self.weight = nn.Parameter(torch.empty(config.num_experts, width))
         has_bias, num_experts = config.balance_bias, config.num_experts
         self.register_buffer("balance_bias", torch.empty(num_experts, dtype=torch.float32) if has_bias else None)
         self.register_buffer("num_routed", torch.empty(num_experts, dtype=torch.int64) if has_bias else None, persistent=False)
+        self.register_buffer("num_dropped", torch.empty((), dtype=torch.int64) if self.capacity_factor else None, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
-        for buffer in (self.balance_bias, self.num_routed):
+        for buffer in (self.balance_bias, self.num_routed, self.num_dropped):
             if buffer is not None:
                 buffer.zero_()
 
@@ -70,7 +75,10 @@ class Router(nn.Module):
         weights_NK = probabilities_NX.gather(-1, chosen_NK)
         if self.normalizes:
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
-        return Routing(chosen_NK, weights_NK, probabilities_NX)
+        kept_NK = within_capacity(chosen_NK, probabilities_NX.shape[1], self.capacity_factor) if self.capacity_factor else None
+        if self.training and self.num_dropped is not None and kept_NK is not None:
+            self.num_dropped += (~kept_NK).sum()
+        return Routing(chosen_NK, weights_NK, probabilities_NX, kept_NK)
 
 
 class GroupedExperts(nn.Module):
@@ -99,9 +107,9 @@ class GroupedExperts(nn.Module):
         return grouped_linear(x_SI, local_part(self.get_parameter(name)), ends_X)
 
 
-def dispatch_here(x_ND: torch.Tensor, routing: Routing, experts: GroupedExperts) -> torch.Tensor:
+def dispatch_here(x_ND: torch.Tensor, routing: TokenRouting, experts: GroupedExperts) -> torch.Tensor:
     """A `Dispatch` for experts that are all on this rank. Nothing waits for the device, and no sum depends on an order of arrival."""
-    order_S, ends_X = sort_by_expert(routing, experts.num_experts)
+    order_S, ends_X = sort_by_expert(routing.chosen_NK, experts.num_experts)
     y_SD = experts(x_ND[order_S // routing.chosen_NK.shape[1]], ends_X)
     return combine(y_SD, order_S, routing)
 
@@ -124,6 +132,15 @@ class MixtureOfExperts(nn.Module):
         if self.training:
             self.balance.observe(routing.probabilities_NX, routing.chosen_NK, tokens.is_real_BT, self.router.num_routed)
         return self.dispatch(x_BTD.flatten(0, 1), routing, self.experts).view_as(x_BTD)
+
+
+def within_capacity(chosen_NK: torch.Tensor, num_experts: int, factor: float) -> torch.Tensor:
+    """Which copies are among the first `factor * S / X`, rounded up, of their expert; (N, K). The capacity of GShard (Lepikhin et al. 2020,
+    arXiv:2006.16668), in the order of the tokens."""
+    capacity = math.ceil(factor * chosen_NK.numel() / num_experts)
+    expert_S, order_S = chosen_NK.flatten().sort(stable=True)
+    place_S = torch.arange(len(order_S), device=order_S.device) - torch.searchsorted(expert_S, expert_S)
+    return torch.empty_like(expert_S, dtype=torch.bool).scatter_(0, order_S, place_S < capacity).view_as(chosen_NK)
 
 
 def grouped_linear(x_SI: torch.Tensor, weight_XOI: torch.Tensor, ends_X: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import torch
 
-from trainer_kit.exceptions import ConfigurationError
+from trainer_kit.exceptions import ConfigurationError, UnsupportedError
 from trainer_kit.model.modes import eval_modes
 from trainer_kit.models.config_parts import LanguageModeling
 from trainer_kit.models.decoder import Decoder
+from trainer_kit.parallel.context import works_on_parts
 from trainer_kit.torch_private import whole_tensor
 
 
@@ -31,6 +32,8 @@ def generate(
         raise ConfigurationError(f"generate(tokens=...) has the shape {tuple(tokens.shape)}, expected (batch, length), length >= 1")
     if temperature < 0 or (top_k is not None and top_k < 1):
         raise ConfigurationError(f"generate(temperature={temperature}, top_k={top_k}): expected temperature >= 0 and top_k >= 1")
+    if works_on_parts(model):
+        raise UnsupportedError("generate(model=...) got a model that sees parts of sequences; build it with cp_shard=1 and cp_replicate=1")
     if not isinstance(model.config.head, LanguageModeling):
         raise ConfigurationError(f"generate(model=...) has the head {model.config.head!r}, expected LanguageModeling()")
     with eval_modes([model]):

@@ -1,7 +1,8 @@
 """What keeps the experts of a mixture equally busy: a loss that is added while routers run, and the counts that move a bias.
 
-Not here: moving the bias, which the callback `RouterBias` does once per step. Before editing: with tensor parallelism a router sees a part
-of the sequence. Sums over tokens are then taken over the tensor group, and gradients are those of this rank's part, which are summed later.
+Not here: moving the bias, which the callback `RouterBias` does once per step. Before editing: with tensor or context parallelism a router
+sees a part of the sequence, and sums over tokens are taken over the ranks that have the others. The loss counts alike on tensor peers, and
+gradients are those of this rank's part, which are summed later. It counts by the labels of a part on context ranks, so those sum gradients.
 """
 
 # ruff: noqa: N803, N806  (shape suffixes are upper case: N tokens, K experts per token, X experts, B batch, T sequence)
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer_kit.models.config_parts import MoEConfig
+from trainer_kit.parallel.context import sum_over_parts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,8 +47,8 @@ class LoadBalance:
             # Activations that are computed again count again, in all layers and microbatches alike, so that the balance is the same.
             num_routed_X += tokens_per_expert(chosen_NK, counted_N, len(num_routed_X)).to(num_routed_X.dtype)
         if self._coefficient:
-            group = self._context.group("dense", "tp")
-            loss = load_balancing_loss(probabilities_NX, chosen_NK, counted_N, group)
+            groups = self._context.group("dense", "tp"), self._context.group("batch", "cp")
+            loss = load_balancing_loss(probabilities_NX, chosen_NK, counted_N, *groups)
             self._context.add_loss(LOSS_NAME, loss / self._num_layers, self._coefficient)
 
     def _counted(self, is_real_BT: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
@@ -68,21 +70,29 @@ def tokens_per_expert(chosen_NK: torch.Tensor, counted_N: torch.Tensor | None, n
 
 
 def load_balancing_loss(
-    probabilities_NX: torch.Tensor, chosen_NK: torch.Tensor, counted_N: torch.Tensor | None = None, group: ProcessGroup | None = None
+    probabilities_NX: torch.Tensor,
+    chosen_NK: torch.Tensor,
+    counted_N: torch.Tensor | None = None,
+    tensor_group: ProcessGroup | None = None,
+    context_group: ProcessGroup | None = None,
 ) -> torch.Tensor:
     """`X * sum over experts of (tokens sent to it per token) * (its mean probability)`, at least K, when all are used equally.
 
     Equations 4 to 6 of Switch Transformer (Fedus et al. 2021, arXiv:2101.03961), with K experts per token as transformers'
     `load_balancing_loss_func` has it, for one layer. (Given several, that takes means over the layers before it multiplies, so that one
-    layer may make up for another; here losses of layers are averaged.) group: ranks that have the other tokens of the samples.
+    layer may make up for another; here losses of layers are averaged.) tensor_group, context_group: ranks that have the other tokens of the
+    samples.
     """
     num_experts = probabilities_NX.shape[1]
     counted = probabilities_NX if counted_N is None else probabilities_NX * counted_N.unsqueeze(-1)
     own_X = counted.sum(0)
     num_tokens = own_X.new_tensor(len(chosen_NK)) if counted_N is None else counted_N.sum().to(own_X.dtype)
-    sums = torch.cat((tokens_per_expert(chosen_NK, counted_N, num_experts).to(own_X.dtype), own_X.detach(), num_tokens[None]))
-    if group is not None:
-        torch.distributed.all_reduce(sums, group=group)
-    sent_X, all_X, num_tokens = sums[:num_experts], sums[num_experts:-1], sums[-1].clamp(min=1)
-    probability_X = all_X + (own_X - own_X.detach())  # the value of all ranks, the gradient of this one
+    sums = torch.cat((tokens_per_expert(chosen_NK, counted_N, num_experts).to(own_X.dtype), own_X, num_tokens[None]))
+    if context_group is not None:
+        sums = sum_over_parts(sums, context_group)
+    if tensor_group is not None:
+        of_group = sums.detach().clone()
+        torch.distributed.all_reduce(of_group, group=tensor_group)
+        sums = of_group + (sums - sums.detach())  # the value of all ranks, the gradient of this one
+    sent_X, probability_X, num_tokens = sums[:num_experts], sums[num_experts:-1], sums[-1].clamp(min=1)
     return num_experts * (sent_X / num_tokens * probability_X / num_tokens).sum()

@@ -1,7 +1,7 @@
 """`default_plan`: how a model is laid out whose provider does not say.
 
-Tensor parallelism as the model describes it, then FSDP per repeated block and the root last, or replicas. Before editing: afterwards
-every parameter has a contract along every dimension of the dense domain that has several ranks.
+Tensor parallelism and experts as the model describes them, then FSDP per repeated block and the root last, or replicas. Before editing:
+afterwards every parameter has a contract along every dimension with several ranks, of the dense domain, or of that of experts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from torch import nn
 
 from trainer_kit.exceptions import UnsupportedError
 from trainer_kit.parallel.blocks import repeated_blocks
+from trainer_kit.parallel.context import SequenceParts, parallelize_context
+from trainer_kit.parallel.expert import parallelize_expert
 from trainer_kit.parallel.replicate import parallelize_replicate
 from trainer_kit.parallel.shard import parallelize_fsdp, parallelize_hsdp
 from trainer_kit.parallel.tensor import parallelize_tensor
@@ -24,6 +26,8 @@ def default_plan(ctx: StageContext, *, policy: Any = None) -> None:
     """Distribute the module of a stage over the dense domain.
 
     tp > 1: the module has a method `tensor_plan(num_ranks)`, which gives the plan of `parallelize_tensor`.
+    cp_shard, cp_replicate > 1: its attention has a method that `parallelize_context` calls; FSDP and replicas are over these ranks too.
+    ep > 1: the module has a method `expert_modules()`, which gives the layers of `parallelize_expert`.
     dp_shard > 1: FSDP, or HSDP with dp_replicate > 1; `policy` is its MixedPrecisionPolicy. dp_replicate alone: replicas.
     """
     module, mesh = ctx.built(), ctx.mesh("dense")
@@ -36,12 +40,23 @@ def default_plan(ctx: StageContext, *, policy: Any = None) -> None:
                 "parallelize_model_stage in a ModelProvider, or set tp=1"
             )
         parallelize_tensor(module, mesh["tp"], plan(sizes["tp"]))
+    if ctx.context.strategy.ep > 1:
+        _share_out_experts(module, ctx.mesh("expert"), policy)
+    if (parts := SequenceParts.of(ctx.context)) is not None:
+        parallelize_context(module, parts, attention=ctx.context.strategy.context_attention or "auto")
     if sizes["cp_replicate"] > 1:
         parallelize_replicate(module, mesh["cp_replicate"])
     if sizes["dp_cp_shard"] > 1:
         _shard(module, mesh, sizes["dp_replicate"] > 1, policy)
     elif sizes["dp_replicate"] > 1:
         parallelize_replicate(module, mesh["dp_replicate"])
+
+
+def _share_out_experts(module: nn.Module, mesh: Any, policy: Any) -> None:
+    """A stage may have no experts; that the model has some is checked when all stages are built."""
+    layers = getattr(module, "expert_modules", list)
+    for layer in layers():
+        parallelize_expert(layer, mesh, policy=policy)
 
 
 def _shard(module: nn.Module, mesh: Any, is_replicated: bool, policy: Any) -> None:

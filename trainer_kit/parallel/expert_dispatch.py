@@ -6,22 +6,21 @@ Before editing: every rank of the group takes part in every call, with tokens or
 that torch needs on the host are read once per call; nothing else waits for the device.
 """
 
-# ruff: noqa: N803, N806  (shape suffixes are upper case)
+# ruff: noqa: N802, N803, N806, N815  (shape suffixes are upper case)
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Routing(Protocol):
+class TokenRouting(Protocol):
     """Which experts each token goes to, with which weights. kept_NK: which of the copies are not dropped; None: all are kept."""
 
     @property
@@ -39,7 +38,7 @@ class Dispatch(Protocol):
     exactly once, without tokens too, so that the ranks that share its parameters stay in step.
     """
 
-    def __call__(self, x_ND: torch.Tensor, routing: Routing, experts: nn.Module) -> torch.Tensor: ...
+    def __call__(self, x_ND: torch.Tensor, routing: TokenRouting, experts: Any) -> torch.Tensor: ...
 
 
 class DispatchBackend(Protocol):
@@ -48,23 +47,21 @@ class DispatchBackend(Protocol):
     def __call__(self, group: ProcessGroup, num_experts: int) -> Dispatch: ...
 
 
-def sort_by_expert(routing: Routing, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The copies in the order of their experts, (S,), and the row before which those of each expert end, (X,). Dropped ones come last."""
-    expert_NK = routing.chosen_NK
-    if routing.kept_NK is not None:
-        expert_NK = expert_NK.masked_fill(~routing.kept_NK, num_experts)
+def sort_by_expert(expert_NK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of the copies by their experts, (S,), and the row before which those of each expert end, (X,). Numbers beyond come last."""
     expert_S, order_S = expert_NK.flatten().sort(stable=True)
     return order_S, torch.searchsorted(expert_S, torch.arange(num_experts, device=expert_S.device), right=True)
 
 
-def combine(y_SD: torch.Tensor, order_S: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """The weighted sum over the copies of each token, (N, D); of dropped ones y holds nothing, or anything. No sum is by arrival."""
+def combine(y_SD: torch.Tensor, order_S: torch.Tensor, routing: TokenRouting) -> torch.Tensor:
+    """The weighted sum over the copies of each token, (N, D), in an order that no arrival changes. Dropped copies count nothing, and may be
+    left out at the end of y."""
     weights_NK = routing.weights_NK.to(y_SD.dtype)
     if len(y_SD) < len(order_S):
         y_SD = torch.cat((y_SD, y_SD.new_zeros(len(order_S) - len(y_SD), y_SD.shape[1])))
     if routing.kept_NK is not None:
         weights_NK = weights_NK.masked_fill(~routing.kept_NK, 0)
-    y_NKD = y_SD[order_S.argsort()].view(*weights_NK.shape, -1)
+    y_NKD = y_SD[order_S.argsort()].view(*weights_NK.shape, y_SD.shape[1])
     return (y_NKD * weights_NK.unsqueeze(-1)).sum(1)
 
 
@@ -83,10 +80,19 @@ class AllToAll:
 
     group: ProcessGroup
     num_experts: int
+    _eager: Callable[[torch.Tensor, TokenRouting, Any], torch.Tensor] = field(init=False, repr=False)
 
-    @torch.compiler.disable
-    def __call__(self, x_ND: torch.Tensor, routing: Routing, experts: nn.Module) -> torch.Tensor:
-        order_S, ends_X = sort_by_expert(routing, self.num_experts)
+    def __post_init__(self) -> None:
+        self._eager = torch.compiler.disable(self._run)  # here and not as a decorator, which would import the compiler with this module
+
+    def __call__(self, x_ND: torch.Tensor, routing: TokenRouting, experts: Any) -> torch.Tensor:
+        return self._eager(x_ND, routing, experts)
+
+    def _run(self, x_ND: torch.Tensor, routing: TokenRouting, experts: Any) -> torch.Tensor:
+        expert_NK = routing.chosen_NK
+        if routing.kept_NK is not None:
+            expert_NK = expert_NK.masked_fill(~routing.kept_NK, self.num_experts)
+        order_S, ends_X = sort_by_expert(expert_NK, self.num_experts)
         sizes = self._exchange_sizes(ends_X)
         sent_SD = x_ND[order_S[: sum(sizes.to_send)] // routing.chosen_NK.shape[1]]
         arrived_RD = _Exchange.apply(sent_SD, sizes.to_send, sizes.to_receive, self.group)

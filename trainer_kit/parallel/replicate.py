@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer_kit.exceptions import ConfigurationError
-from trainer_kit.mesh.contracts import set_contract
+from trainer_kit.mesh.contracts import is_of_expert, set_contract
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 
 def parallelize_replicate(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Say that each rank along the dimensions of `mesh` computes gradients from data of its own, which are to be summed."""
+    """Say that each rank along the dimensions of `mesh` computes gradients from data of its own, which are to be summed.
+
+    Parameters that `parallelize_expert` distributed are left alone.
+    """
     check_dimensions(mesh, "parallelize_replicate")
     for parameter in module.parameters():
-        set_contract(parameter, mesh, "partial")
+        if not is_of_expert(parameter):
+            set_contract(parameter, mesh, "partial")
 
 
 def check_dimensions(mesh: DeviceMesh, function: str, num_dims: int | None = None) -> None:

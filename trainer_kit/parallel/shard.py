@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainer_kit.exceptions import ModelError
-from trainer_kit.mesh.contracts import set_contract
+from trainer_kit.mesh.contracts import is_of_expert, set_contract
 from trainer_kit.names import alias_table
 from trainer_kit.parallel.replicate import check_dimensions
 from trainer_kit.torch_private import fsdp_modules, without_views
@@ -64,8 +64,9 @@ def _shard(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool | in
     _check_contiguous(before)
     # fully_shard cannot cut a parameter without dims. It stays whole, and the synchroniser sums its gradient.
     scalars = {parameter for parameter in before.values() if parameter.dim() == 0}
-    for unit in [*_units_of_other_dtypes(module, scalars), module]:
-        _make_unit(unit, mesh, reshard_after_forward, policy, scalars)
+    ignored = scalars | {parameter for parameter in before.values() if is_of_expert(parameter)}
+    for unit in [*_units_of_other_dtypes(module, ignored), module]:
+        _make_unit(unit, mesh, reshard_after_forward, policy, ignored)
     for parameter in scalars:
         set_contract(parameter, mesh, "partial")
     for name, parameter in module.named_parameters(remove_duplicate=False):

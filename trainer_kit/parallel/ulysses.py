@@ -57,7 +57,8 @@ def check_heads(num_heads: int, num_ranks: int) -> None:
     if num_heads % num_ranks:
         raise ConfigurationError(
             f"{num_heads} attention heads cannot be shared out over cp={num_ranks} ranks; expected a multiple of {num_ranks}. "
-            'Take attention="ring", which does not divide heads, or another cp. Usual cause: tp took its share of the heads before'
+            'Take attention="ring" (context_attention of MeshStrategy), which does not divide heads, or another cp. Usual cause: tp took '
+            "its share of the heads before"
         )
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from trainer_kit.mesh.context import AddedLoss
 from trainer_kit.metrics import Metric
+from trainer_kit.pipeline.inputs import joined
 from trainer_kit.pipeline.loss_starts import LossStarts, counted
 from trainer_kit.pipeline.loss_sums import LossSums
 from trainer_kit.pipeline.loss_terms import SharedWeights, Term, TermWeights, check_loss
@@ -20,6 +21,9 @@ from trainer_kit.pipeline.stage import Root
 from trainer_kit.pipeline.zero_pass import ends_of, not_reached, zeros_for
 from trainer_kit.task import ForwardInputs, Task
 from trainer_kit.torch_private import whole_tensor
+
+if TYPE_CHECKING:
+    from trainer_kit.parallel.context import SequenceParts
 
 
 class Outcome(Protocol):
@@ -77,20 +81,20 @@ class TrainingOutcome:
         terms = _checked(self._weights.terms(index, computed, added), self._losses, self._weighed[index])
         _update(self._task, self._metrics, outputs, given)
         self._main[index] = terms[0].loss.detach()
-        roots = self._roots(terms)
-        if self._in_lockstep:
-            more = not_reached([root for root, _ in roots], ends_of(outputs, added))
-            roots += zip(more, zeros_for(more), strict=True)
-        return roots
+        return self._roots(terms, ends_of(outputs, added) if self._in_lockstep else ())
 
     def take_added(self, index: int, added: Sequence[AddedLoss]) -> list[Root]:
         """See Outcome."""
         if not added:
             return []
-        return self._roots(_checked(self._weights.added_terms(index, added), self._losses, self._weighed[index]))
+        terms = _checked(self._weights.added_terms(index, added), self._losses, self._weighed[index])
+        return self._roots(terms, ends_of((), added) if self._in_lockstep else ())
 
-    def _roots(self, terms: Sequence[Term]) -> list[Root]:
-        return [(term.loss, self._starts.of(term)) for term in counted(terms)]
+    def _roots(self, terms: Sequence[Term], ends: Sequence[torch.Tensor]) -> list[Root]:
+        """From the terms that count, and from the ends of the graph that they leave out."""
+        roots = [(term.loss, self._starts.of(term)) for term in counted(terms)]
+        more = not_reached([root for root, _ in roots], ends)
+        return roots + list(zip(more, zeros_for(more), strict=True))
 
     def fill(self, outputs: Any, added: Sequence[AddedLoss]) -> list[Root]:
         """See Outcome."""
@@ -138,10 +142,10 @@ class EvaluationOutcome:
 
 
 class PredictionOutcome:
-    """What the task makes of the outputs, by microbatch."""
+    """What the task makes of the outputs, by microbatch. parts: of sequences, if they are cut."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, task: Task, parts: SequenceParts | None = None) -> None:
+        self._task, self._parts = task, parts
         self.found: dict[int, Any] = {}
 
     def compute(self, outputs: Any, given: ForwardInputs) -> Any:
@@ -150,7 +154,7 @@ class PredictionOutcome:
 
     def take(self, index: int, given: ForwardInputs, outputs: Any, computed: Any, added: Sequence[AddedLoss]) -> list[Root]:
         """See Outcome."""
-        self.found[index] = self._task.process_outputs(outputs, given.state)
+        self.found[index] = joined(self._task, self._task.process_outputs(outputs, given.state), self._parts)
         return []
 
     def take_added(self, index: int, added: Sequence[AddedLoss]) -> list[Root]:

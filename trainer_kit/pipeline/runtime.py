@@ -18,10 +18,9 @@ from trainer_kit.exceptions import ConfigurationError, StateError
 from trainer_kit.metrics import Metric
 from trainer_kit.pipeline.building import ProgramCache
 from trainer_kit.pipeline.drawing import Drawing
-from trainer_kit.pipeline.inputs import filler_inputs, forward_inputs
+from trainer_kit.pipeline.inputs import cut_inputs, filler_inputs, forward_inputs, pack_inputs
 from trainer_kit.pipeline.loss_starts import LossStarts
 from trainer_kit.pipeline.loss_sums import LossSums
-from trainer_kit.pipeline.loss_terms import pack_weights
 from trainer_kit.pipeline.outcomes import EvaluationOutcome, Outcome, PredictionOutcome, TrainingOutcome
 from trainer_kit.pipeline.pack_check import PackCheck
 from trainer_kit.pipeline.pack_run import Microbatch, PackRun, Surroundings
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from trainer_kit.mesh.context import DistributedContext
+    from trainer_kit.parallel.context import SequenceParts
 
 
 class PipelineRunner:
@@ -48,7 +48,7 @@ class PipelineRunner:
     autocast: makes the context in which forwards and losses run; None: as they are. first_trainable: the first stage of the model with
     something to train, the same number on all ranks; no gradient goes to those before it. begin_microbatch: called with True before the
     last backward of each stage, with False after it and at the start of a pack; once with True if there is no microbatch. record: keep
-    the times of each pack for `timeline`.
+    the times of each pack for `timeline`. parts: this rank's parts of sequences, if they are cut.
     """
 
     def __init__(
@@ -62,18 +62,19 @@ class PipelineRunner:
         first_trainable: int = 0,
         begin_microbatch: Callable[[bool], None] | None = None,
         record: bool = False,
+        parts: SequenceParts | None = None,
     ) -> None:
         import torch.distributed as dist
 
         self._stages = {stage.index: stage for stage in stages}
         self._context, self._programs, self._first_trainable = context, programs, first_trainable
-        self.begin_microbatch, self.record = begin_microbatch, record
+        self.begin_microbatch, self.record, self._parts = begin_microbatch, record, parts
         self._autocast, self._place, self._layout = autocast, dist.get_rank(group), programs.layout
         self._check_stages(dist.get_world_size(group))
         self._transport = Transport(group, context.device)
         self._check = PackCheck(context, self._transport, self._layout.num_stages)
         self._totals, self._starts = RankWeights(context), LossStarts(several=True)
-        self._in_lockstep = context.num_tensor_ranks > 1 or any(stage.sync is not None for stage in stages)
+        self._in_lockstep = context.forwards_meet or any(stage.sync is not None for stage in stages)
         self._recorder: Recorder | None = None
         self._num_recorded = 0  # microbatches
         self.peak_activations = 0  # of the last pack
@@ -126,9 +127,8 @@ class PipelineRunner:
         losses: where this rank adds the losses that it has, if they are wanted. on_microbatch: called with (index, loss or None) after each
         backward of the last stage, where that is.
         """
-        inputs = [forward_inputs(task, microbatch) for microbatch in pack.microbatches]
-        weights = pack_weights(inputs)
-        microbatches = self._arrange(pack, task, inputs, [not weights.nothing_counts(index) for index in range(len(inputs))])
+        inputs, weights, counting = pack_inputs(task, pack.microbatches, self._parts)
+        microbatches = self._arrange(pack, task, inputs, counting)
         self._begin(microbatches)
         self._totals.begin(weights)
         self._totals.before_backward()
@@ -141,22 +141,23 @@ class PipelineRunner:
         self._run(program, microbatches, outcome)
         sizes = [batch_size(microbatch) for microbatch in pack.microbatches] if weights.assumed else []
         total = self._totals.finish([size for size in sizes if size is not None])
-        if self._totals.sizes_differ and self._context.is_counted and self._context.data_rank == 0:  # one rank that has losses
+        if self._totals.sizes_differ and self._context.is_counted and self._context.loss_rank == 0:  # one rank that has losses
             self._starts.warn_of_sizes(sizes)
         return total
 
     def evaluate_pack(self, pack: Pack, task: Task, metrics: dict[str, Metric], losses: LossSums) -> None:
         """Forward, loss and metrics of every microbatch, without a graph; each rank adds what it has."""
-        inputs = [forward_inputs(task, microbatch) for microbatch in pack.microbatches]
-        weights = {index: pack_weights([given]) for index, given in enumerate(inputs)}
-        counting = [not weights[index].nothing_counts(0) for index in range(len(inputs))]
+        found = [pack_inputs(task, [microbatch], self._parts) for microbatch in pack.microbatches]
+        inputs = [given for (given,), _, _ in found]
+        weights = {index: of_one for index, (_, of_one, _) in enumerate(found)}
+        counting = [index for index, (_, _, counts) in enumerate(found) if counts]
         self._run_forwards(self._arrange(pack, task, inputs, counting), EvaluationOutcome(task, weights, metrics, losses))
 
     def predict_pack(self, pack: Pack, task: Task) -> Iterator[Any]:
         """What `task.process_outputs` makes of each microbatch, in order, on the rank of the last stage; nothing on the others."""
-        inputs = [forward_inputs(task, microbatch) for microbatch in pack.microbatches]
-        outcome = PredictionOutcome(task)
-        self._run_forwards(self._arrange(pack, task, inputs, [True] * len(inputs)), outcome)
+        inputs = [cut_inputs(task, forward_inputs(task, microbatch), self._parts) for microbatch in pack.microbatches]
+        outcome = PredictionOutcome(task, self._parts)
+        self._run_forwards(self._arrange(pack, task, inputs, range(len(inputs))), outcome)
         for index in sorted(outcome.found):
             yield outcome.found.pop(index)
 
@@ -172,14 +173,16 @@ class PipelineRunner:
         program = self._programs.training(self._num_recorded)
         return program.draw(Costs.measured(timeline, self._layout.num_stages), measured=timeline)
 
-    def _arrange(self, pack: Pack, task: Task, inputs: Sequence[ForwardInputs], counting: Sequence[bool]) -> list[Microbatch]:
-        """All microbatches that every rank runs: real ones at their places, and what does not count filled up with one that does."""
+    def _arrange(self, pack: Pack, task: Task, inputs: Sequence[ForwardInputs], counting: Sequence[int]) -> list[Microbatch]:
+        """All microbatches that every rank runs: real ones at their places, and what does not count filled up with one that does.
+
+        counting: the places of those that count, rising.
+        """
         num_all = max(pack.num_on_all or 0, len(inputs))
-        if all(counting) and num_all == len(inputs):
+        if len(counting) == len(inputs) == num_all:
             return self._described([Microbatch(given, True) for given in inputs])
-        last = max((index for index, counts in enumerate(counting) if counts), default=None)
-        filler = filler_inputs(pack, task, self._context.device) if last is None else inputs[last]
-        real = {index: Microbatch(inputs[index], True) for index, counts in enumerate(counting) if counts}
+        filler = inputs[counting[-1]] if counting else filler_inputs(pack, task, self._context.device, self._parts)
+        real = {index: Microbatch(inputs[index], True) for index in counting}
         return self._described([real.get(index) or Microbatch(filler, False) for index in range(num_all)])
 
     def _described(self, microbatches: list[Microbatch]) -> list[Microbatch]:

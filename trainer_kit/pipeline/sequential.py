@@ -2,14 +2,14 @@
 
 It is the runner of one stage per mesh. Forward and backward alternate, so that one microbatch's activations are alive at a time.
 On a mesh, ranks whose forwards contain collectives (`lockstep`) all run the same number of passes; what a rank lacks, it fills up with
-passes that have no effect.
+passes that have no effect. Context ranks run the same microbatches in the same order, also those of which their part has no weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,14 +17,17 @@ from torch import nn
 from trainer_kit.data import Pack, batch_size
 from trainer_kit.mesh.context import DistributedContext
 from trainer_kit.metrics import Metric
-from trainer_kit.pipeline.inputs import filler_inputs, forward_inputs
+from trainer_kit.pipeline.inputs import cut_inputs, filler_inputs, forward_inputs, joined, pack_inputs
 from trainer_kit.pipeline.loss_starts import LossStarts, counted
 from trainer_kit.pipeline.loss_sums import LossSums
-from trainer_kit.pipeline.loss_terms import SharedWeights, Term, TermWeights, check_loss, pack_weights
+from trainer_kit.pipeline.loss_terms import SharedWeights, Term, TermWeights, check_loss
 from trainer_kit.pipeline.rank_weights import OwnWeights, RankWeights
 from trainer_kit.pipeline.zero_pass import check_roots, ends_of, not_reached, without_trace, zeros_for
 from trainer_kit.task import ForwardInputs, Task, Weight
 from trainer_kit.torch_private import run_backward, whole_tensor
+
+if TYPE_CHECKING:
+    from trainer_kit.parallel.context import SequenceParts
 
 
 def _ignore(is_last: bool) -> None:
@@ -37,7 +40,8 @@ class SequentialRunner:
     model: called with (inputs, shared). autocast: makes the context in which forwards and losses run; None: as they are.
     lockstep: forwards contain collectives, so all ranks run the same number of passes. begin_microbatch: called before each forward of
     training with whether it is this rank's last one of the pack; once with True if there is none. Only on several ranks.
-    modules: what `model` calls, whose buffers a pass without effect leaves as they were.
+    modules: what `model` calls, whose buffers a pass without effect leaves as they were. parts: this rank's parts of sequences, if they are
+    cut.
     """
 
     hosts_last_stage = True
@@ -51,10 +55,12 @@ class SequentialRunner:
         lockstep: bool = False,
         begin_microbatch: Callable[[bool], None] | None = None,
         modules: Sequence[nn.Module] = (),
+        parts: SequenceParts | None = None,
     ) -> None:
-        self._model, self._context, self._autocast, self._modules = model, context, autocast, modules
+        self._model, self._context, self._autocast, self._modules, self._parts = model, context, autocast, modules, parts
         self._several = context.world_size > 1
         self._fills_up = lockstep and self._several and context.num_data_ranks > 1  # peers of one data rank run the same anyway
+        self._in_lockstep = self._fills_up or parts is not None
         self.begin_microbatch = begin_microbatch
         has_loss_peers = self._several and context.world_size > context.num_tensor_ranks
         self._totals = RankWeights(context) if has_loss_peers else OwnWeights()
@@ -76,11 +82,10 @@ class SequentialRunner:
         """
         if self._several:
             return self._run_on_ranks(pack, task, metrics, losses, on_microbatch)
-        inputs = [forward_inputs(task, microbatch) for microbatch in pack.microbatches]
-        weights = pack_weights(inputs)
+        inputs, weights, counting = pack_inputs(task, pack.microbatches, None)
         for index, given in enumerate(inputs):
             terms: list[Term] = []
-            if not weights.nothing_counts(index):
+            if index in counting:
                 terms = self._forward(task, given, weights, index, metrics, training=True)
                 self._backward(terms)
                 if losses is not None:
@@ -102,13 +107,11 @@ class SequentialRunner:
         on_microbatch: Callable[[int, torch.Tensor | None], None] | None,
     ) -> Weight:
         """`run_pack` on one of several ranks: the microbatches that count, then the passes that other ranks wait for."""
-        inputs = [forward_inputs(task, microbatch) for microbatch in pack.microbatches]
-        weights = pack_weights(inputs)
+        inputs, weights, counting = pack_inputs(task, pack.microbatches, self._parts)
         self._totals.begin(weights)
-        counting = [index for index in range(len(inputs)) if not weights.nothing_counts(index)]
         num_fillers = self._num_fillers(pack, len(counting))
         begin, left = self.begin_microbatch or _ignore, len(counting) + num_fillers
-        backward = self._backward_in_lockstep if self._fills_up else self._backward
+        backward = self._backward_in_lockstep if self._in_lockstep else self._backward
         if not left:
             begin(True)
         for index, given in enumerate(inputs):
@@ -123,7 +126,7 @@ class SequentialRunner:
             if on_microbatch is not None:
                 on_microbatch(index, terms[0].loss.detach() if terms else None)
         if num_fillers:
-            filler = inputs[counting[-1]] if counting else filler_inputs(pack, task, self._context.device)
+            filler = inputs[counting[-1]] if counting else filler_inputs(pack, task, self._context.device, self._parts)
             for left in reversed(range(num_fillers)):
                 begin(left == 0)
                 self._run_without_effect(filler, training=True)
@@ -154,9 +157,8 @@ class SequentialRunner:
         """Forward, loss and metrics of every microbatch, without a graph; the terms are added to `losses`."""
         num_run = 0
         for microbatch in pack.microbatches:
-            given = forward_inputs(task, microbatch)
-            weights = pack_weights([given])
-            if not weights.nothing_counts(0):
+            (given,), weights, counts = pack_inputs(task, [microbatch], self._parts)
+            if counts:
                 losses.add(self._forward(task, given, weights, 0, metrics, training=False))
                 num_run += 1
         if self._fills_up:
@@ -166,16 +168,16 @@ class SequentialRunner:
         """What `task.process_outputs` makes of each microbatch of this rank, in order. In lockstep, go through all of them before any
         other collective."""
         for microbatch in pack.microbatches:
-            given = forward_inputs(task, microbatch)
+            given = cut_inputs(task, forward_inputs(task, microbatch), self._parts)
             with nullcontext() if self._autocast is None else self._autocast():
                 outputs = self._model(given.inputs, given.shared)
-            yield task.process_outputs(outputs, given.state)
+            yield joined(task, task.process_outputs(outputs, given.state), self._parts)
         if self._fills_up:
             self._fill_up_forwards(pack, task, len(pack.microbatches))
 
     def _fill_up_forwards(self, pack: Pack, task: Task, num_run: int) -> None:
         if num_fillers := self._num_fillers(pack, num_run):
-            filler = filler_inputs(pack, task, self._context.device)
+            filler = filler_inputs(pack, task, self._context.device, self._parts)
             for _ in range(num_fillers):
                 self._run_without_effect(filler, training=False)
 
@@ -206,7 +208,7 @@ class SequentialRunner:
         if metrics:
             with torch.no_grad():
                 task.update_metrics(metrics, outputs, given.state)
-        if self._fills_up and training:
+        if self._in_lockstep and training:
             self._ends = ends_of(outputs, added)
         return terms
 
