@@ -68,9 +68,9 @@ def test_a_stream_that_the_state_does_not_hold_goes_on():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_fork_leaves_no_trace(fails):
-    seed_all(5)
+    seed_all(5, CPU)
     expected = draw()
-    seed_all(5)
+    seed_all(5, CPU)
     try:
         with forked(CPU):
             draw()
@@ -82,7 +82,7 @@ def test_a_fork_leaves_no_trace(fails):
 
 
 def test_seeding_sets_every_stream_to_that_of_its_library():
-    seed_all(7)
+    seed_all(7, CPU)
     found = [random.random(), torch.rand(()).item(), np.random.rand()]
     assert found == [
         random.Random(7).random(),
@@ -93,11 +93,11 @@ def test_seeding_sets_every_stream_to_that_of_its_library():
 
 def test_a_run_has_streams_of_its_own_that_wait_while_it_does_not_step():
     """Contract 42: the caller's streams go on as if the run had not been; the run's go on where it stopped."""
-    seed_all(derive_seed(3, "run"))
+    seed_all(derive_seed(3, "run"), CPU)
     ours = [draw(), draw()]
-    seed_all(11)
+    seed_all(11, CPU)
     theirs = [draw(), draw()]
-    seed_all(11)
+    seed_all(11, CPU)
     streams = RandomStreams(3, CPU)
     found = []
     for _ in range(2):
@@ -112,9 +112,9 @@ def test_leaving_twice_is_harmless():
     streams = RandomStreams(3, CPU)
     streams.enter()
     streams.leave()
-    seed_all(1)
+    seed_all(1, CPU)
     expected = draw()
-    seed_all(1)
+    seed_all(1, CPU)
     streams.leave()
     assert draw() == expected
 
@@ -126,7 +126,7 @@ def test_saved_inside_and_outside_of_a_fit_is_the_same():
     draw()
     inside = streams.state_dict()
     streams.leave()
-    seed_all(99)
+    seed_all(99, CPU)
     other = RandomStreams(4, CPU)
     other.load_state_dict(streams.state_dict())
     other.enter()
@@ -169,7 +169,7 @@ def test_a_run_does_not_depend_on_the_callers_streams():
                 seen.extend(draw())
                 return pipeline_results
 
-        seed_all(callers)
+        seed_all(callers, CPU)
         quiet_trainer(Scalar(), Noisy(), [torch.ones(1)] * 2, seed=seed, optimizer=sgd(0.1)).fit()
         return seen
 

@@ -45,10 +45,12 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
         numpy.random.set_state((kept["kind"], keys, kept["position"], kept["has_gauss"], kept["gauss"]))
 
 
-def seed_all(seed: int) -> None:
-    """Start every stream from one seed."""
+def seed_all(seed: int, device: torch.device) -> None:
+    """Start every stream from one seed. (`torch.manual_seed` also asks each back-end that is not there, which takes a millisecond.)"""
     random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
@@ -79,7 +81,7 @@ class RandomStreams:
         """Put the run's streams in place, seeded at the first time."""
         self._callers = capture(self._device)
         if self._ours is None:
-            seed_all(derive_seed(*self._key))
+            seed_all(derive_seed(*self._key), self._device)
         else:
             restore(self._ours, self._device)
 
@@ -104,6 +106,6 @@ class RandomStreams:
         """Streams that are a function of the seed, the rank and `step` alone: for a run that goes on with other ranks than those whose
         streams were saved."""
         with forked(self._device):
-            seed_all(derive_seed(*self._key, "from step", step))
+            seed_all(derive_seed(*self._key, "from step", step), self._device)
             state = capture(self._device)
         self.load_state_dict(state)

@@ -54,7 +54,7 @@ def build_stage(
         _place(ctx, provider, dtype)
     else:
         with forked(context.device):
-            seed_all(derive_seed(seed, "constructor"))
+            seed_all(derive_seed(seed, "constructor"), context.device)
             _build(ctx, provider, seed, dtype)
     _check_places(ctx.built(), context.device)
     return ctx.built()

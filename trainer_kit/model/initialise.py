@@ -103,7 +103,7 @@ class _Walk:
         label = f"{reset_method(owner)} of {self._label(owner)}"
         try:
             with forked(self._device) if self._depth > 1 else nullcontext():
-                seed_all(derive_seed(self._seed, "module", self._names[owner]))
+                seed_all(derive_seed(self._seed, "module", self._names[owner]), self._device)
                 stand_ins = [
                     stand_in for holder in self._holders[owner]
                     for stand_in in show(holder, self.records, lambda key: self._filled_by[key] is owner, self._mode)

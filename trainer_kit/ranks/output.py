@@ -22,6 +22,7 @@ class Relay:
 
     def __init__(self) -> None:
         self._readers: dict[int, codecs.IncrementalDecoder] = {}
+        self._unshown = ""  # read, while an interrupt kept it from being shown
 
     def open(self) -> int:
         """A file descriptor for one more rank to print to; the caller closes it."""
@@ -36,7 +37,9 @@ class Relay:
 
     def _show(self, reader: int) -> bool:
         data = os.read(reader, io.DEFAULT_BUFFER_SIZE)
-        sys.stdout.write(self._readers[reader].decode(data, final=not data))
+        self._unshown += self._readers[reader].decode(data, final=not data)
+        sys.stdout.write(self._unshown)
+        self._unshown = ""
         sys.stdout.flush()
         return bool(data)
 
