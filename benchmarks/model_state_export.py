@@ -14,7 +14,6 @@ import argparse
 import ctypes
 import gc
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from model_state_io import LAYER_BYTES, NUM_FILES, fused_mapper, shapes_of_model, status_mb
+from model_state_io import LAYER_BYTES, NUM_FILES, fused_mapper, in_own_process, shapes_of_model, status_mb
 
 CASES = {"one process": (1, None), "one process, bf16": (1, "bfloat16"), "2 ranks": (2, None), "2 ranks, bf16": (2, "bfloat16")}
 
@@ -83,15 +82,6 @@ def measure(case: str, folder: str, num_layers: int) -> dict[str, float]:
     return {name: max(of_rank[name] for of_rank in found) for name in ("seconds", "extra_mb")}
 
 
-def in_own_process(case: str, folder: Path, num_layers: int) -> dict[str, float]:
-    command = [sys.executable, __file__, "--measure", case, "--folder", str(folder), "--layers", str(num_layers)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the case {case!r} failed:\n{done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def run(folder: Path, gigabytes: float) -> int:
     """Measure all, print the table and the verdict."""
     num_layers = max(NUM_FILES, round(gigabytes * 1e9 / LAYER_BYTES))
@@ -100,7 +90,7 @@ def run(folder: Path, gigabytes: float) -> int:
     failed = []
     for number, (case, (_, dtype)) in enumerate(CASES.items()):
         (place := folder / str(number)).mkdir()
-        found, limit = in_own_process(case, place, num_layers), shard_bytes(num_layers, dtype) / 1e6
+        found, limit = in_own_process(__file__, case, place, num_layers), shard_bytes(num_layers, dtype) / 1e6
         print(f"{case:<20}{found['extra_mb']:>11.1f}{limit:>8.0f}{found['seconds']:>9.2f}")
         failed += [case] if found["extra_mb"] > limit else []
         for path in place.rglob("*.safetensors"):

@@ -107,8 +107,7 @@ def status_mb(field: str) -> float:
 def measure_load(kind: str, folder: str, num_layers: int) -> dict[str, float]:
     """In a process of its own: seconds, and MB of the peak above the model itself."""
     targets = {name: torch.zeros(shape).fill_(1) for name, shape in shapes_of_model(num_layers).items()}
-    LOADS[kind]  # what is imported counts on neither side
-    from safetensors.torch import load_file  # noqa: F401
+    from safetensors.torch import load_file  # noqa: F401  (what is imported before the load counts on neither side)
 
     fused_mapper(1)
     gc.collect()
@@ -139,9 +138,12 @@ def characters_read() -> int:
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 
-def in_own_process(kind: str, folder: Path, num_layers: int) -> dict[str, float]:
-    command = [sys.executable, __file__, "--measure", kind, "--folder", str(folder), "--layers", str(num_layers)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+def in_own_process(script: str, case: str, folder: Path, num_layers: int) -> dict[str, float]:
+    """What one case of a script prints, which also takes the hidden options of this one."""
+    command = [sys.executable, script, "--measure", case, "--folder", str(folder), "--layers", str(num_layers)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the case {case!r} failed:\n{done.stderr}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -154,7 +156,7 @@ def run(folder: Path, gigabytes: float, pairs: int) -> int:
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     ratios, extras, at_once = [], [], []
     for _ in range(pairs):
-        ours, theirs = (in_own_process(kind, folder, num_layers) for kind in LOADS)
+        ours, theirs = (in_own_process(__file__, kind, folder, num_layers) for kind in LOADS)
         ratios.append(ours["seconds"] / theirs["seconds"])
         extras.append(ours["extra_mb"])
         at_once.append(theirs["extra_mb"])

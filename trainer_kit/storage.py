@@ -6,6 +6,7 @@ trainer_kit writes for keeps (checkpoints, model states) goes through here, so a
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from typing import IO, Any
@@ -111,6 +112,16 @@ class Folder:
         """A whole file."""
         with self.open(name) as file:
             return file.read()
+
+    def read_object(self, name: str, error: type[Exception]) -> dict[str, Any]:
+        """A JSON file that holds an object; raises `error`, naming the file, for anything else."""
+        try:
+            content = json.loads(self.read(name))
+        except (ValueError, RecursionError) as reason:
+            raise error(f"{self.path(name)} is no JSON object: {reason}") from reason
+        if not isinstance(content, dict):
+            raise error(f"{self.path(name)} is no JSON object: it holds a {type(content).__name__}")
+        return content
 
     def rename(self, old: str, new: str) -> None:
         """Move inside the folder, replacing `new`."""

@@ -7,22 +7,17 @@ The first functions are for the script, the last ones run in the ranks.
 
 from __future__ import annotations
 
-import math
-import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.parity.pipeline_runs import Differences, Found, SeeGradients, compare, load, own_file, whole_weights
+from tests.parity.mesh_runs import TIMEOUT, MeshSpec, Microbatches, print_meshes, print_resumes
 from tests.weights.memory import LiveBytes
-from trainer_kit import CausalLMTask, MeshStrategy, Trainer
-from trainer_kit.callbacks import Checkpoint, Progress, Signals, Summary
-from trainer_kit.data import DataProvider, Pack
+from trainer_kit import CausalLMTask, MeshStrategy, ModelProvider, Task, Trainer
+from trainer_kit.callbacks import Progress, Signals, Summary
+from trainer_kit.data import DataProvider
 from trainer_kit.models import DecoderConfig, DecoderProvider
-from trainer_kit.optim import AdamW, Piecewise
 from trainer_kit.testing import run_on_ranks
 
 RING, ULYSSES = {"context_attention": "ring"}, {"context_attention": "ulysses"}
@@ -48,101 +43,31 @@ RESUMES = [
     "one process", "cp_shard 2, ring", "cp_replicate 2, ring", "cp_shard 4, ulysses", "cp_shard 2 x tp 2, ring",
     "cp_shard 2 x dp_shard 2 x pp 2, ring",
 ]  # fmt: skip
-LIMITS = {False: 1e-5, True: 1e-9}
 MEMORY_LIMIT = 0.35
-STEPS, HALF, NUM_MICROBATCHES = 10, 5, 4
-SEQ_LEN, VOCAB, LONG = 16, 37, 4096
-TIMEOUT = 900.0
+NUM_MICROBATCHES, SEQ_LEN, VOCAB, LONG = 4, 16, 37, 4096
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(MeshSpec):
     """One run."""
 
-    mesh: str
-    double: bool = True
+    meshes = MESHES
 
-    def __str__(self) -> str:
-        return self.mesh
+    def model(self) -> ModelProvider:
+        return DecoderProvider(config())
 
-    @property
-    def num_ranks(self) -> int:
-        return math.prod(degree for degree in MESHES[self.mesh].values() if isinstance(degree, int))
+    def task(self) -> Task:
+        return CausalLMTask()
 
-    @property
-    def reference(self) -> str:
-        """The file of the run of one process."""
-        return f"{'fp64' if self.double else 'fp32'}.pt"
-
-    def options(self) -> dict[str, Any]:
-        """Those of MeshStrategy."""
-        return {"device": "cpu", "dp_replicate": 1, **MESHES[self.mesh]}
+    def data(self) -> DataProvider:
+        return Microbatches(_microbatch, NUM_MICROBATCHES)
 
 
 def print_all() -> bool:
     """All of it; whether everything is as it must be."""
     meshes = [mesh for mesh in MESHES if mesh != "one process"]
-    return all([print_parity(meshes), print_resumes(RESUMES), print_memory()])
-
-
-def print_parity(meshes: Sequence[str]) -> bool:
-    """The table of all meshes; whether every line is within the limits."""
-    good = True
-    for double in (True, False):
-        print(f"\nLlama, {'fp64' if double else 'fp32'}, {STEPS} steps: relative difference from one process (limit {LIMITS[double]:g})")
-        print(f"{'mesh':<40}{'losses':>10}{'norms':>10}{'gradients':>11}{'weights':>10}  initial")
-        for spec, by_rank in measure([Spec(mesh, double) for mesh in meshes]):
-            names = ("losses", "norms", "gradients", "weights")
-            values = [max(getattr(each, name) for each in by_rank) for name in names]
-            cells = "".join(f"{value:>{width}.1e}" for value, width in zip(values, (10, 10, 11, 10), strict=True))
-            equal = "equal" if all(each.initial_is_equal for each in by_rank) else "DIFFER"
-            fine = is_good(spec, by_rank)
-            print(f"{spec.mesh:<40}{cells}  {equal}{'' if fine else f'   FAILED: {max(each.worst for each in by_rank)}'}", flush=True)
-            good &= fine
-    return good
-
-
-def is_good(spec: Spec, by_rank: Sequence[Differences]) -> bool:
-    """Whether a run is that of one process on every rank."""
-    largest = max(map(_largest, by_rank))
-    complete = not set.intersection(*(each.missing for each in by_rank)) and all(each.logged == by_rank[0].logged for each in by_rank)
-    return largest <= LIMITS[spec.double] and complete and all(each.initial_is_equal for each in by_rank)
-
-
-def _largest(found: Differences) -> float:
-    return max(found.losses, found.norms, found.gradients, found.weights)
-
-
-def measure(specs: Sequence[Spec]) -> Iterator[tuple[Spec, list[Differences]]]:
-    """The differences of each run from that of one process, by rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        for spec in specs:
-            if not Path(folder, spec.reference).exists():
-                run_on_ranks(1, refer, Spec("one process", spec.double), folder, timeout=TIMEOUT)
-            yield spec, run_on_ranks(spec.num_ranks, compare_to_one, spec, folder, timeout=TIMEOUT)
-
-
-def print_resumes(meshes: Sequence[str]) -> bool:
-    """Runs in fp64 that were saved after five steps on one mesh and go on on another; whether all of them are as the whole run."""
-    limit, good, specs = LIMITS[True], True, [Spec(mesh) for mesh in meshes]
-    print(f"\n{STEPS} steps in fp64, saved after {HALF}: largest relative difference from the whole run (limit {limit:g}; 'same': bitwise)")
-    print("resumed on, saved on".ljust(44) + "".join(f"{f'({number})':>9}" for number in range(len(specs))))
-    for number, (spec, found) in enumerate(zip(specs, resumed(specs), strict=True)):
-        fine = [value <= (0 if other == number else limit) for other, value in enumerate(found)]
-        cells = [("same" if value == 0 else f"{value:.1e}") + "!" * (not ok) for value, ok in zip(found, fine, strict=True)]
-        print(f"{f'({number}) {spec}':<44}" + "".join(f"{cell:>9}" for cell in cells), flush=True)
-        good &= all(fine)
-    return good
-
-
-def resumed(specs: Sequence[Spec]) -> Iterator[list[float]]:
-    """By mesh that goes on, by mesh that saved: the largest difference."""
-    with tempfile.TemporaryDirectory() as folder:
-        for spec in specs:
-            run_on_ranks(spec.num_ranks, save_half, spec, folder, timeout=TIMEOUT)
-        for spec in specs:
-            by_rank = run_on_ranks(spec.num_ranks, resume_all, spec, specs, folder, timeout=TIMEOUT)
-            yield [max(map(_largest, other)) for other in zip(*by_rank, strict=True)]
+    tables = [print_meshes("Llama", [Spec(mesh, double) for mesh in meshes]) for double in (True, False)]
+    return all([*tables, print_resumes([Spec(mesh) for mesh in RESUMES]), print_memory()])
 
 
 def print_memory() -> bool:
@@ -154,24 +79,6 @@ def print_memory() -> bool:
         print(f"\n{LONG} tokens, {mesh}: a rank holds {share:.3f} of the {whole / 1e6:.1f} MB of one process (limit {MEMORY_LIMIT})")
         good &= share <= MEMORY_LIMIT
     return good
-
-
-class Microbatches(DataProvider):
-    """The same microbatches in each step on any number of data ranks."""
-
-    draws_random, knows_all_ranks, global_position = False, True, True
-
-    def setup(self, context: Any, seed: int) -> None:
-        self._rank, self._num_ranks = context.data_rank, context.num_data_ranks
-
-    def packs(self, position: Any) -> Iterator[Pack]:
-        share = NUM_MICROBATCHES // self._num_ranks
-        for step in range((position or {}).get("step", 0), STEPS):
-            own = [_microbatch(step, index) for index in range(self._rank * share, (self._rank + 1) * share)]
-            yield Pack(own, epoch=0, position={"step": step + 1}, num_on_all=share)
-
-    def num_packs(self) -> int | None:
-        return STEPS
 
 
 def _microbatch(step: int, index: int) -> dict[str, torch.Tensor]:
@@ -198,63 +105,6 @@ def config(max_seq_len: int = SEQ_LEN) -> DecoderConfig:
         vocab_size=VOCAB, num_layers=4, num_heads=8, num_kv_heads=4, hidden_size=32, intermediate_size=48, max_seq_len=max_seq_len,
         rope_theta=500_000.0, norm_eps=1e-5, init_std=0.1,
     )  # fmt: skip
-
-
-def make_trainer(spec: Spec, found: Found, checkpoints: str | None = None) -> Trainer:
-    """The trainer of this rank."""
-    saving = [] if checkpoints is None else [Checkpoint(checkpoints, every=HALF, asynchronous=False)]
-    return Trainer(
-        DecoderProvider(config()),
-        CausalLMTask(),
-        Microbatches(),
-        MeshStrategy(**spec.options()),
-        # Of an element whose gradient is only rounding, the default eps makes a whole step.
-        optimizer=AdamW(lr=1e-3, eps=1e-6),
-        lr_scheduler=Piecewise().linear(1.0, steps=4).cosine(0.1, rest=True),
-        callbacks=[Progress(False), Summary(False), Signals(False), SeeGradients(found, range(STEPS)), *saving],
-        total_steps=STEPS,
-        log_every=1,
-        seed=3,
-    )
-
-
-def carry_out(spec: Spec, *, checkpoints: str | None = None, resume: str | None = None) -> Found:
-    """One run in this rank."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if spec.double else torch.float32)
-    found = Found()
-    trainer = make_trainer(spec, found, checkpoints)
-    try:
-        trainer.build()
-        found.initial = whole_weights(trainer)
-        trainer.fit(resume=resume or "never")
-        found.weights = whole_weights(trainer)
-        found.losses, found.norms = ([value for _, value in trainer.history.values(name)] for name in ("train/loss", "optim/grad_norm"))
-    finally:
-        trainer.close()
-        torch.set_default_dtype(default)
-    return found
-
-
-def refer(spec: Spec, folder: str) -> None:
-    """The job of one process: its run, into a file."""
-    torch.save(carry_out(spec), f"{folder}/{spec.reference}")
-
-
-def compare_to_one(spec: Spec, folder: str) -> Differences:
-    """The job of a rank of a mesh."""
-    return compare(carry_out(spec), load(f"{folder}/{spec.reference}"))
-
-
-def save_half(spec: Spec, folder: str) -> None:
-    """The job of a rank: a whole run, which saves at its half."""
-    torch.save(carry_out(spec, checkpoints=f"{folder}/{spec}"), own_file(spec, folder))
-
-
-def resume_all(spec: Spec, others: Sequence[Spec], folder: str) -> list[Differences]:
-    """The job of a rank: what it gets when it goes on from the half of each of the others."""
-    runs = [carry_out(spec, resume=f"{folder}/{other}/step-{HALF:08d}") for other in others]
-    return [compare(run, load(own_file(spec, folder))) for run in runs]
 
 
 def peak(mesh: str) -> int:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.parity.expert_runs import Spec, is_good, measure, print_memory, print_resumes
+from tests.parity.expert_runs import Spec, print_memory
+from tests.parity.mesh_runs import is_good, measure, print_resumes
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ def test_shared_out_experts_give_the_run_of_one_process(mesh, all_to_one):
 
 def test_shared_out_experts_resume_on_other_meshes(capsys):
     """Contracts 17 and 27, B98: bitwise on the same mesh, to rounding on another."""
-    assert print_resumes(["one process", "dp_shard 4, ep 2"]), capsys.readouterr().out
+    assert print_resumes([Spec("one process"), Spec("dp_shard 4, ep 2")]), capsys.readouterr().out
 
 
 def test_each_rank_holds_its_experts_alone():

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.parity import context_runs
+from tests.parity import context_runs, mesh_runs
 from tests.parity.any_mesh import order, peers_are_equal, relative, run, weights_difference
 from tests.parity.meshes import Spec
 from tests.parity.pipeline_runs import Case, Layout, Variant
@@ -86,11 +86,11 @@ def test_a_pipeline_resumes_what_another_one_saved(tmp_path):
 @pytest.mark.parametrize("mesh", ["cp_shard 2, ring", "cp_replicate 2 x tp 2, ulysses", "cp_shard 2 x dp_shard 2 x pp 2, zbv"])
 def test_sequences_in_parts_give_the_run_of_one_process(mesh):
     """Contracts 1, 2, 8, 11 and 15, B123: gradients and ten steps in fp64, with packed documents, padding, and parts without a label."""
-    ((spec, by_rank),) = context_runs.measure([context_runs.Spec(mesh)])
-    assert context_runs.is_good(spec, by_rank)
+    ((spec, by_rank),) = mesh_runs.measure([context_runs.Spec(mesh)])
+    assert mesh_runs.is_good(spec, by_rank)
 
 
 def test_sequences_in_parts_resume_what_one_process_saved():
     """Contract 17, promise 2: and the other way round; bitwise on the same mesh."""
-    found = list(context_runs.resumed([context_runs.Spec("one process"), context_runs.Spec("cp_shard 2, ring")]))
+    found = list(mesh_runs.resumed([context_runs.Spec("one process"), context_runs.Spec("cp_shard 2, ring")]))
     assert all(value <= (0 if at == saved else 1e-9) for at, row in enumerate(found) for saved, value in enumerate(row))

@@ -2,7 +2,8 @@
 
 import torch
 
-from trainer_kit.weights.pieces import Piece, assemble, whole
+from tests.weights.mosaics import assemble
+from trainer_kit.weights.pieces import Piece, whole
 
 
 def numbered(*shape):

@@ -7,6 +7,7 @@ initial values and exports work on the local tensor of a rank and on its box, so
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,12 @@ class Layout:
     @property
     def box(self) -> tuple[slice, ...]:
         """The index of this rank's part of the whole."""
-        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+        return box_index(self.offsets, self.sizes)
+
+
+def box_index(offsets: Iterable[int], sizes: Iterable[int]) -> tuple[slice, ...]:
+    """The index of a box in what holds it."""
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer_kit.mesh.layout import box_index
 from trainer_kit.optim.portions import portions
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Box:
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The view of the box in the whole."""
-        return whole[tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))]
+        return whole[box_index(self.offsets, self.sizes)]
 
 
 @dataclass(frozen=True, slots=True)

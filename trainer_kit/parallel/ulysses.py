@@ -10,7 +10,8 @@ Not here: dropout of attention weights (there is none, so no random numbers eith
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.parallel.sequence_parts import check_parts, gather_parts, join_parts, split_parts
+
+Mover: TypeAlias = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
 
 def ulysses_attention(
@@ -45,11 +48,11 @@ def ulysses_attention(
     repeats = repeated_kv_heads(num_kv_heads, num_ranks) // num_kv_heads
     if repeats > 1:
         k_BtKE, v_BtKE = (x.repeat_interleave(repeats, 2) for x in (k_BtKE, v_BtKE))
-    q, k, v = (_ToHeads.apply(x, group).transpose(1, 2) for x in (q_BtHE, k_BtKE, v_BtKE))
+    q, k, v = (_Move.apply(x, group, _to_heads, _to_positions).transpose(1, 2) for x in (q_BtHE, k_BtKE, v_BtKE))
     visible = None if document_ids_Bt is None else _visible(gather_parts(document_ids_Bt, group), causal)
     is_causal, is_grouped = causal and visible is None, q.shape[1] != k.shape[1]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, is_causal=is_causal, scale=scale, enable_gqa=is_grouped)
-    return _ToPositions.apply(y.transpose(1, 2), group)
+    return _Move.apply(y.transpose(1, 2), group, _to_positions, _to_heads)
 
 
 def check_heads(num_heads: int, num_ranks: int) -> None:
@@ -67,40 +70,28 @@ def repeated_kv_heads(num_kv_heads: int, num_ranks: int) -> int:
     return math.lcm(num_kv_heads, num_ranks)
 
 
-class _ToHeads(torch.autograd.Function):
-    """(B, t, H, E) to (B, T, H / R, E)."""
+class _Move(torch.autograd.Function):
+    """`there`, whose gradient goes `back`: each puts elements into other places, so the other one is its derivative."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _to_heads(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_positions(gradient, ctx.group), None
-
-
-class _ToPositions(torch.autograd.Function):
-    """(B, T, H / R, E) to (B, t, H, E)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _to_positions(x, group)
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, there: Mover, back: Mover) -> torch.Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_heads(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.back(gradient, ctx.group), None, None, None
 
 
 def _to_heads(x_BtHE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(B, t, H, E) to (B, T, H / R, E)."""
     x_BtRhE = x_BtHE.unflatten(2, (dist.get_world_size(group), -1))
     return join_parts(_exchange(x_BtRhE.movedim(2, 0), group))
 
 
 def _to_positions(x_BThE: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(B, T, H / R, E) to (B, t, H, E)."""
     x_RBthE = _exchange(split_parts(x_BThE, dist.get_world_size(group)), group)
     return x_RBthE.movedim(0, 2).flatten(2, 3).contiguous()
 

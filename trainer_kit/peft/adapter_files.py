@@ -123,10 +123,4 @@ def _write(folder: Folder, config: Mapping[str, Any], tensors: Mapping[str, torc
 def _read_config(folder: Folder) -> dict[str, Any]:
     if not folder.exists(CONFIG) or not folder.exists(WEIGHTS):
         raise CheckpointError(f"no adapters at {folder.url}: {CONFIG} and {WEIGHTS} were expected, found {folder.names()[:10]}")
-    try:
-        config = json.loads(folder.read(CONFIG))
-    except ValueError as error:
-        raise CheckpointError(f"{folder.path(CONFIG)} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder.path(CONFIG)} holds a {type(config).__name__}, expected an object with r and lora_alpha")
-    return config
+    return folder.read_object(CONFIG, CheckpointError)

@@ -50,14 +50,10 @@ class Companions:
         return self._written
 
     def _content(self, name: str, folder: Folder) -> bytes:
-        data = folder.read(name)
         if name != CONFIG or self._dtype is None:
-            return data
-        try:
-            config = json.loads(data)
-            _set_dtype(config, str(self._dtype).removeprefix("torch."))
-        except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"{folder.path(name)} is no JSON object, so the dtype cannot be set in it: {error}") from error
+            return folder.read(name)
+        config = folder.read_object(name, CheckpointError)
+        _set_dtype(config, str(self._dtype).removeprefix("torch."))
         return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trainer_kit.exceptions import CheckpointError
-from trainer_kit.mesh.layout import layout_of, local_of
+from trainer_kit.mesh.layout import box_index, layout_of, local_of
 from trainer_kit.mesh.team import Team
 from trainer_kit.ties import same_bits
 from trainer_kit.weights.format import num_bytes
@@ -171,8 +171,8 @@ class _Stream:
         for handle, name in self._reader.walk(by_source):
             for output, piece in by_source[name]:
                 target = self._plan.canonical[output]
-                starts = [place - first for place, first in zip(piece.offsets, self._layouts[target].offsets, strict=True)]
-                box = self._locals[target][tuple(slice(a, a + size) for a, size in zip(starts, piece.output_sizes, strict=True))]
+                starts = (place - first for place, first in zip(piece.offsets, self._layouts[target].offsets, strict=True))
+                box = self._locals[target][box_index(starts, piece.output_sizes)]
                 yield handle, piece, piece.in_source_dims(box), output
 
     def _put_all(self, outputs: dict[str, torch.Tensor]) -> None:

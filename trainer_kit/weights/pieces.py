@@ -7,7 +7,7 @@ sum is not. A piece knows shapes and no values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,12 +78,3 @@ def whole(name: str, shape: Sequence[int]) -> Piece:
     """All of an input as all of an output."""
     zeros = (0,) * len(shape)
     return Piece(name, zeros, tuple(shape), zeros, tuple(range(len(shape))))
-
-
-def assemble(pieces: Sequence[Piece], inputs: Mapping[str, torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """Fill `output` from whole inputs: what the reader does from files."""
-    for piece in pieces:
-        box = output[tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.output_sizes, strict=True))]
-        source = inputs[piece.source][tuple(slice(o, o + s) for o, s in zip(piece.source_offsets, piece.sizes, strict=True))]
-        piece.in_source_dims(box).copy_(source)
-    return output

@@ -13,6 +13,7 @@ from typing import IO
 import torch
 
 from trainer_kit.exceptions import CheckpointError
+from trainer_kit.mesh.layout import box_index
 from trainer_kit.storage import read_into
 from trainer_kit.weights.format import num_bytes, tensor_bytes
 
@@ -64,7 +65,7 @@ def _read_whole_rows(
 ) -> None:
     """The parts of rows that `target` has, by way of the whole rows from `start` on, many in one call."""
     row_bytes = num_bytes(target.dtype, row_sizes)
-    box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, target.shape[1:], strict=True))
+    box = box_index(offsets, target.shape[1:])
     for part in target.split(PIECE_BYTES // row_bytes):
         rows, data = _host_buffer(target.dtype, (len(part), *row_sizes))
         _read_exactly(file, data, start, label)
@@ -92,9 +93,9 @@ def _read_exactly(file: IO[bytes], data: memoryview, start: int, label: str) -> 
             raise CheckpointError(f"{label} ends at byte {found}, expected at least {expected}; it was truncated meanwhile")
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds the elements in row-major order, as a file does."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+def is_plain(tensor: torch.Tensor, device_type: str = "cpu") -> bool:
+    """Whether its memory is there, and holds the elements in row-major order, as a file does."""
+    return tensor.device.type == device_type and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _host_buffer(dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.Tensor, memoryview]:

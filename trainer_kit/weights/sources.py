@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from trainer_kit.mesh.layout import layout_of, local_of
+from trainer_kit.mesh.layout import box_index, layout_of, local_of
 from trainer_kit.mesh.team import Team
 from trainer_kit.weights.pieces import Piece, Shape, whole
 
@@ -42,11 +42,11 @@ class Part:
     def taken(self) -> torch.Tensor:
         """The elements, on a rank that has them."""
         assert self.memory is not None, "this rank is one of `ranks`"
-        return self.memory[_slices(self.piece.source_offsets, self.piece.sizes)]
+        return self.memory[box_index(self.piece.source_offsets, self.piece.sizes)]
 
     def place_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Where they belong in the tensor that is wanted: a view in the dims of `taken`."""
-        return self.piece.in_source_dims(tensor[_slices(self.piece.offsets, self.piece.output_sizes)])
+        return self.piece.in_source_dims(tensor[box_index(self.piece.offsets, self.piece.output_sizes)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,3 @@ def _told(tensor: torch.Tensor) -> tuple[Shape, torch.dtype, Box | None]:
     """Shape and dtype of the whole, and the box of this rank; None: all of it."""
     layout = layout_of(tensor)
     return layout.shape, tensor.dtype, None if layout.is_whole else (layout.offsets, layout.sizes)
-
-
-def _slices(offsets: Shape, sizes: Shape) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))

@@ -16,6 +16,7 @@ import torch
 from trainer_kit.mesh.layout import as_bytes
 from trainer_kit.weights.format import num_bytes
 from trainer_kit.weights.pieces import Shape
+from trainer_kit.weights.regions import is_plain
 from trainer_kit.weights.sources import Part, nearest
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Transfer:
                 operations.append(dist.P2POp(dist.isend, as_bytes(sent), move.target, road.group, tag))
             elif move.tensor is not None:
                 place = move.part.place_in(move.tensor)
-                is_direct = is_plain_on(place, road.wire)
+                is_direct = is_plain(place, road.wire.type)
                 memory = place if is_direct else torch.empty(place.shape, dtype=place.dtype, device=road.wire)
                 operations.append(dist.P2POp(dist.irecv, as_bytes(memory), move.source, road.group, tag))
                 if not is_direct:
@@ -119,11 +120,6 @@ def _batches(moves: Iterable[_Move]) -> list[list[_Move]]:
 
 def plain(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, *, copy: bool = False) -> torch.Tensor:
     """It row by row in that dtype on that device: the tensor itself if it is so already, unless a copy is asked for."""
-    if not copy and tensor.dtype == dtype and is_plain_on(tensor, device):
+    if not copy and tensor.dtype == dtype and is_plain(tensor, device.type):
         return tensor
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
-
-
-def is_plain_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether its memory is there, and has the elements in row-major order."""
-    return tensor.device.type == device.type and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trainer_kit.exceptions import ModelError
-from trainer_kit.mesh.layout import Layout, as_bytes, is_distributed, layout_of, local_of
+from trainer_kit.mesh.layout import Layout, as_bytes, box_index, is_distributed, layout_of, local_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,7 +86,7 @@ def _receive(mine: torch.Tensor, layout: Layout, group: ProcessGroup) -> torch.T
         offsets, sizes = box.tolist()
         if not math.prod(sizes):
             continue
-        target = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
+        target = whole[box_index(offsets, sizes)]
         direct = target.is_contiguous() and mine.device.type == "cpu"
         part = target if direct else torch.empty(sizes, dtype=mine.dtype, device=mine.device)
         dist.recv(as_bytes(part), group=group, group_src=rank)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tests.weights.mosaics import assemble
 from trainer_kit.weights import Parallel, Prefix, Sequential, for_each, load_model_state
-from trainer_kit.weights.pieces import assemble
 
 from .graphs import Graph, graphs, random_tensor
 

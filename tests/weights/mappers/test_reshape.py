@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from tests.weights.mosaics import assemble
 from trainer_kit.exceptions import ConfigurationError
 from trainer_kit.weights import Reshape
 from trainer_kit.weights.mappers import reshape
-from trainer_kit.weights.pieces import assemble
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.weights.mosaics import assemble
 from trainer_kit.exceptions import ConfigurationError, UnsupportedError
 from trainer_kit.weights import Pad, Permute, Select, Slice, half_split_order
-from trainer_kit.weights.pieces import assemble
 
 ROWS = torch.arange(8.0).reshape(4, 2)
 

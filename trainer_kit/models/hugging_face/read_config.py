@@ -6,7 +6,6 @@ caches) are passed over. Before editing: transformers writes every setting of a 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,13 +38,7 @@ def read_settings(path: str | os.PathLike[str]) -> tuple[Folder, dict[str, Any],
     label = folder.path(name)
     if not folder.exists(name):
         raise ConfigurationError(f"{label} does not exist; provider_from_hf(path) was expected to get the folder of a Hugging Face model")
-    try:
-        settings = json.loads(folder.read(name))
-    except ValueError as error:
-        raise ConfigurationError(f"{label} is no JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigurationError(f"{label} holds a {type(settings).__name__}; the settings of a model were expected")
-    return folder, settings, label
+    return folder, folder.read_object(name, ConfigurationError), label
 
 
 def decoder_config(settings: Mapping[str, Any], label: str = FILE) -> DecoderConfig:
